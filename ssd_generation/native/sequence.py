@@ -31,14 +31,20 @@ class Block:
     Attributes:
         shape: shape of the tensor that it holds, without gaps.
         source: index among the list's inputs; `None` where a kernel writes it.
+        dtype: type of its numbers; `None`: that of the list.
     """
 
     shape: tuple[int, ...]
     source: int | None = None
+    dtype: torch.dtype | None = None
 
     def count(self) -> int:
         """Return how many numbers it holds."""
         return int(torch.Size(self.shape).numel())
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return its size, in a list of this type."""
+        return self.count() * (self.dtype or dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -85,15 +91,17 @@ class KernelList:
 
     Attributes:
         rows: number of tokens of the pass.
-        dtype: type of all tensors.
-        outputs: shapes of the results.
+        dtype: type of the tensors whose block has no other.
+        inputs: types of the inputs.
+        outputs: shapes and types of the results.
         bytes: size of the memory for intermediate results.
         steps: the kernels.
     """
 
     rows: int
     dtype: torch.dtype
-    outputs: list[tuple[int, ...]]
+    inputs: list[torch.dtype]
+    outputs: list[tuple[tuple[int, ...], torch.dtype]]
     bytes: int
     steps: list[Step] = field(repr=False)
     _records: Any = field(repr=False)
@@ -122,10 +130,12 @@ class KernelList:
             attention: holder of the cache; `None` where no kernel reads it.
             inputs: tensors of the shapes that the blocks have; cast where their type differs.
         """
-        dtype = self.dtype
         # Names hold references until the kernels have finished.
-        given = [(one if one.dtype is dtype else one.to(dtype)).contiguous() for one in inputs]
-        results = [torch.empty(shape, dtype=dtype, device="cpu") for shape in self.outputs]
+        given = [
+            (one if one.dtype is kind else one.to(kind)).contiguous()
+            for one, kind in zip(inputs, self.inputs, strict=True)
+        ]
+        results = [torch.empty(shape, dtype=kind, device="cpu") for shape, kind in self.outputs]
         between = torch.empty(self.bytes, dtype=torch.uint8, device="cpu")
         cache = 0 if attention is None else attention.table()
         numbers = [self.rows, between.data_ptr(), cache]
@@ -145,9 +155,9 @@ def make_list(steps: Several[Step], outputs: Several[Block], inputs: int, rows: 
         outputs: blocks that are results.
         inputs: number of input tensors.
         rows: number of tokens of the pass.
-        dtype: type of all tensors.
+        dtype: type of all tensors whose block has no other.
     """
-    places, total = _places(steps, outputs, dtype.itemsize)
+    places, total = _places(steps, outputs, dtype)
     for at, block in enumerate(outputs):
         places[block] = _FIRST + inputs + at, 0
     records = (Record * len(steps))()
@@ -162,7 +172,7 @@ def make_list(steps: Several[Step], outputs: Several[Block], inputs: int, rows: 
             if isinstance(entry, Operand):
                 source = entry.block.source
                 slot, offset = places[entry.block] if source is None else (_FIRST + source, 0)
-                numbers += [slot, offset + entry.offset * dtype.itemsize]
+                numbers += [slot, offset + entry.offset * (entry.block.dtype or dtype).itemsize]
                 (its_written if entry.is_written else its_read).add((slot, offset))
             else:
                 numbers.append(entry)
@@ -173,10 +183,18 @@ def make_list(steps: Several[Step], outputs: Several[Block], inputs: int, rows: 
         written |= its_written
         for place, number in enumerate((step.kernel, step.how, *numbers)):
             records[at][place] = number
-    return KernelList(rows, dtype, [block.shape for block in outputs], total, list(steps), records)
+    results = [(block.shape, block.dtype or dtype) for block in outputs]
+    kinds = [dtype] * inputs
+    for step in steps:
+        for block in (operand.block for operand in step.operands()):
+            if block.source is not None:
+                kinds[block.source] = block.dtype or dtype
+    return KernelList(rows, dtype, kinds, results, total, list(steps), records)
 
 
-def _places(steps: Several[Step], outputs: Several[Block], itemsize: int) -> tuple[dict[Block, tuple[int, int]], int]:
+def _places(
+    steps: Several[Step], outputs: Several[Block], dtype: torch.dtype
+) -> tuple[dict[Block, tuple[int, int]], int]:
     """Return the place of each block that only the kernels see, and how many bytes they take together.
 
     A block's memory is free again after the last step that reads it; another block takes it only if it is as large, so
@@ -191,7 +209,7 @@ def _places(steps: Several[Step], outputs: Several[Block], itemsize: int) -> tup
             block = operand.block
             if block.source is not None or block in outputs or block in places:
                 continue
-            size = -(-block.count() * itemsize // _ALIGNMENT) * _ALIGNMENT
+            size = -(-block.bytes(dtype) // _ALIGNMENT) * _ALIGNMENT
             if free.get(size):
                 offset = free[size].pop()
             else:
@@ -199,6 +217,6 @@ def _places(steps: Several[Step], outputs: Several[Block], itemsize: int) -> tup
             places[block] = 1, offset
         for block in {operand.block for operand in step.operands()}:
             if block in places and last[block] == at:
-                size = -(-block.count() * itemsize // _ALIGNMENT) * _ALIGNMENT
+                size = -(-block.bytes(dtype) // _ALIGNMENT) * _ALIGNMENT
                 free.setdefault(size, []).append(places[block][1])
     return places, total

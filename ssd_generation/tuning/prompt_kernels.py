@@ -1,14 +1,17 @@
 """Choice of captured passes for reading prompts: they must have the bits of decoding, and be faster.
 
-The arithmetic of linear layers decides, by the JIT-compiled kernels and by torch's. It is compared on a few rows of
-each kind of matrix, which takes a fraction of a second, once per machine. On a processor with AVX2 alone torch has no
-fast product of bfloat16 matrices, and a prompt takes a sixth of the time; with AMX torch's is far ahead.
+The arithmetic of linear layers and experts decides, by the JIT-compiled kernels and by torch's. It is compared on a few
+rows of each kind of matrix and on two experts, which takes a fraction of a second, once per machine. On a processor
+with AVX2 alone torch has no fast product of bfloat16 matrices, and a prompt takes a sixth of the time; with AMX torch's
+is far ahead.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.buffered_layers import add_buffers
 from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
+from ..forward.captured.expert_layers import experts_of, native_experts, run_experts
 from ..forward.captured.prompt_passes import prompt_passes
 from ..forward.structure.positions import cut_to_table
 from ..native.ops.linear import Linear, native_linear
@@ -39,6 +43,9 @@ _ROWS = 128
 
 _WORK = 2**27
 """Number of multiplications of a matrix, or of a few of its rows, that is timed."""
+
+_EXPERTS = 2
+"""Number of experts that are timed."""
 
 _REPEATS = 3
 _TOKENS = 40
@@ -73,7 +80,7 @@ def prompt_cost(model: PreTrainedModel, batch_invariance: BatchInvariance) -> fl
         if found["cost"] is not None:
             _COST.check("The cost of a prompt", found["cost"])
 
-    described = {"what": "prompts", **describe_model(model), "widths": list(batch_invariance.widths), "prompts": 1}
+    described = {"what": "prompts", **describe_model(model), "widths": list(batch_invariance.widths), "prompts": 2}
     found = cached_measurement(model, described, lambda: _measure(model, batch_invariance), use=use)
     cost: float | None = found["cost"]
     return cost
@@ -92,7 +99,10 @@ def _measure(model: PreTrainedModel, batch_invariance: BatchInvariance) -> Any:
 
 
 def _times(model: PreTrainedModel) -> tuple[float, float, list[list[float]]]:
-    """Return seconds of all linear layers but the head by JIT-compiled and by torch's kernels, and each one's times."""
+    """Return seconds of all linear layers and experts by JIT-compiled and by torch's kernels, and each one's times.
+
+    The head is left out.
+    """
     layers: dict[tuple[Any, ...], list[nn.Linear]] = {}
     head = model.get_output_embeddings()
     for module in model.modules():
@@ -109,14 +119,50 @@ def _times(model: PreTrainedModel) -> tuple[float, float, list[list[float]]]:
         x = torch.randn((1, _ROWS, weight.shape[1]), generator=_generator(), device="cpu").to(weight.dtype)
         kernels: list[Linear] = [ours, partial(functional.linear, weight=part)]
         for which, linear in enumerate(kernels):
-            found = []
-            for _ in range(_REPEATS + 1):
-                began = time.perf_counter()
-                linear(x)
-                found.append(time.perf_counter() - began)
-            times.append(found[1:])
-            totals[which] += len(alike) * statistics.median(found[1:]) * weight.shape[0] / rows
+            found = _seconds(partial(linear, x))
+            times.append(found)
+            totals[which] += len(alike) * statistics.median(found) * weight.shape[0] / rows
+    for experts in _experts_by_shape(model).values():
+        for which, found in enumerate(_times_of_experts(experts[0])):
+            times.append(found)
+            totals[which] += len(experts) * statistics.median(found) * experts[0].num_experts / _EXPERTS
     return totals[0], totals[1], times
+
+
+def _seconds(run: Callable[[], Any]) -> list[float]:
+    """Return the seconds that a function takes, `_REPEATS` times after a first one."""
+    found = []
+    for _ in range(_REPEATS + 1):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return found[1:]
+
+
+def _experts_by_shape(model: nn.Module) -> dict[tuple[Any, ...], list[Any]]:
+    """Return the layers of experts that have JIT-compiled kernels, by the shapes of their weights."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for module in experts_of(model):
+        if native_experts(module) is not None:
+            shapes = (tuple(tensor.shape) for tensor in module.parameters(recurse=False))
+            found.setdefault((*shapes, next(module.parameters()).dtype), []).append(module)
+    return found
+
+
+def _times_of_experts(layer: Any) -> tuple[list[float], list[float]]:
+    """Return the seconds of some experts by JIT-compiled and by torch's kernels, each with its share of the tokens."""
+    few = copy(layer)  # with some of the experts, which stay where they are
+    few._parameters = {name: tensor.detach()[:_EXPERTS] for name, tensor in layer._parameters.items()}
+    few.num_experts = len(few.down_proj)
+    chosen_by_each = getattr(layer.config, "num_experts_per_tok", None) or 1
+    tokens = max(1, _ROWS * chosen_by_each // layer.num_experts)
+    chosen = torch.arange(few.num_experts, device="cpu").repeat(tokens)[:, None]
+    columns = layer.down_proj.shape[2 if layer.is_transposed else 1]
+    x = torch.randn((len(chosen), columns), generator=_generator(), device="cpu").to(layer.down_proj.dtype)
+    weights = torch.ones(chosen.shape, dtype=x.dtype, device="cpu")
+    ours = native_experts(few)
+    assert ours is not None
+    return _seconds(partial(ours, x, chosen, weights)), _seconds(partial(run_experts, few, x, chosen, weights))
 
 
 def _keeps_bits(model: PreTrainedModel, batch_invariance: BatchInvariance) -> bool:

@@ -152,7 +152,7 @@ def _by_part(kernels: KernelList) -> dict[str, list[int]]:
         name = {"append": "attention", "attend": "attention"}.get(step.name, step.name)
         if isinstance(step.held, NativeLinear):
             name = f"{step.held.rows} x {step.held.columns}"
-            if at == len(kernels.steps) - 1 and kernels.outputs[-1][-1] == step.held.rows:
+            if at == len(kernels.steps) - 1 and kernels.outputs[-1][0][-1] == step.held.rows:
                 name = f"{_HEAD}, {name}"
         found.setdefault(name, []).append(at)
     return found

@@ -24,6 +24,7 @@ from ...cache.buffered_layers import BufferedLayer, BufferedSlidingLayer
 from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.ops.linear import native_linear
 from .cache_attention import CacheAttention
+from .expert_layers import run_experts, shape_of_gate
 from .fx_graph import CapturedPass
 from .linear_kernels import Linear, onednn_linear
 
@@ -149,9 +150,14 @@ def uneven(captured: CapturedPass) -> str | None:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         name = name.strip("_")
         shape = node.meta.get("shape")
-        if name == "pow" and len(node.args) > 1 and node.args[1] in _EXACT_POWERS:
+        if node.target is run_experts:
+            name, pairs = "gate of experts", math.prod(node.args[2].meta["shape"])
+            shape = shape_of_gate(captured.constants[node.args[0].target], pairs)
+            if shape is None:
+                continue
+        elif name == "pow" and len(node.args) > 1 and node.args[1] in _EXACT_POWERS:
             continue
-        if name == "norm":  # of rewrites.py: hypot of one number for each token
+        elif name == "norm":  # of rewrites.py: hypot of one number for each token
             shape = (*shape[:-1], 1) if shape else None
         elif name not in _ROUNDED and name != "rotate":
             continue

@@ -10,8 +10,8 @@ shapes and on the cache), and while it traces, it patches `nn.Module` for every 
 them, but take seconds per model, and guard on what is examined here once.
 
 A pass can be captured where it is a pure function of token ids, positions and the cache, and where it attends through
-transformers' attention interface. Everything else is refused with `CannotCapture`, and the caller runs the model
-itself.
+transformers' attention interface. A layer of experts is one node (expert_layers.py). Everything else is refused with
+`CannotCapture`, and the caller runs the model itself.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...support.forks import ForkSafeRLock, undone_in_child
 from ...support.versions import CACHE
+from .expert_layers import experts_of, own_experts, run_experts
 from .fx_graph import CapturedPass
 
 if TYPE_CHECKING:
@@ -357,7 +358,25 @@ def capture_pass(
             capture.noted(made, result, writes=True)  # into the cache, which `attend` represents
         return result, None
 
-    with torch.inference_mode(), own_attention(lambda original: attention, has_masks=False):
+    def experts(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs or len(args) != 3 or not all(isinstance(argument, torch.Tensor) for argument in args):
+            raise CannotCapture(f"{type(module).__name__} is called in an unknown way")
+        hidden, chosen, weights = args
+        if hidden.ndim != 2 or chosen.ndim != 2 or chosen.shape != weights.shape or len(chosen) != len(hidden):
+            raise CannotCapture(f"{type(module).__name__} is called with unsupported shapes")
+        with torch._C.DisableTorchFunction():
+            result = torch.zeros_like(hidden)
+            made = capture.graph.call_function(run_experts, tuple(map(capture.argument, (module, *args))))
+            capture.noted(made, result)
+        return result
+
+    # On a GPU, operations of experts are recorded one by one, and recordings are replayed.
+    its_experts = experts_of(model) if device.type == "cpu" else []
+    with (
+        torch.inference_mode(),
+        own_attention(lambda original: attention, has_masks=False),
+        own_experts(its_experts, experts),
+    ):
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
         positions = torch.arange(behind, behind + length, device=device)[None]
         inputs = model.prepare_inputs_for_generation(

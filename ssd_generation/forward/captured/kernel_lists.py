@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ...native.ops.experts import NativeExperts
 from ...native.ops.kernels import NAMES, bits_of, flags, kernel
 from ...native.ops.linear import NativeLinear
 from ...native.ops.rows import gated_silu, rms_norm, rotary
@@ -97,6 +98,8 @@ class _List:
             return  # no kernel
         elif isinstance(target, NativeLinear):
             self._linear(node, target)
+        elif isinstance(target, NativeExperts):
+            self._experts(node, target)
         elif isinstance(of := getattr(target, "__self__", None), LowBitCopy) and of.native is not None:
             self._linear(node, of.native)
             if target.__func__ is LowBitCopy.apart:
@@ -187,6 +190,30 @@ class _List:
         address, how, inner = layer.parts()
         self.steps.append(Step("linear", address, how, [inner, x.operand(), Operand(block, 0, True)], layer))
         self.values[node] = self._whole(block)
+
+    def _experts(self, node: Any, layer: NativeExperts) -> None:
+        x, chosen, weights = self._value(node.args[0]), *(self._routing(arg) for arg in node.args[1:])
+        if layer.gate is not None or layer.activation is not self.dtype or chosen.block.dtype is not torch.int64:
+            raise _No
+        if not x.is_whole or x.like.ndim != 2 or len(x.like) != self.rows:
+            raise _No
+        slots = int(chosen.like.shape[1])
+        steps, block = layer.steps(x.operand(), chosen.operand(), weights.operand(), self.rows, slots)
+        self.steps += steps
+        self.values[node] = self._whole(block)
+
+    def _routing(self, node: Any) -> _Value:
+        """Return the experts that were chosen, or their weights: an input of the list that is never cast."""
+        meta = node.meta if isinstance(node, Node) else {}
+        dtype, shape = meta.get("dtype"), meta.get("shape")
+        known = self.inputs.get(node)
+        if known is not None and known.like.dtype is dtype:
+            return known
+        if known is not None or node in self.values or node in self.written or not shape:
+            raise _No
+        block = Block(tuple(shape), len(self.inputs), dtype)
+        self.inputs[node] = value = _Value(block, torch.empty(block.shape, dtype=dtype, device="meta"))
+        return value
 
     def _attend(self, node: Any) -> None:
         attention, *states, layer, scale = node.args

@@ -20,6 +20,7 @@ from ...cache.buffered_layers import BufferedLayer, append_written
 from ...config import SkipConfig
 from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.codegen.compiler import why_not
+from ...native.ops.experts import NativeExperts
 from ...native.ops.kernels import NAMES
 from ...support.garbage import no_collections
 from ...support.model_state import Part, state_of
@@ -40,6 +41,7 @@ from .batch_invariance import (
 from .cache_attention import CacheAttention, live_layers
 from .capture import CannotCapture
 from .conditions import why_not_captured
+from .expert_layers import native_experts
 from .fx_graph import CapturedPass, CopiedWeight, Program, compile_pass
 from .kernel_lists import use_kernel_lists
 from .linear_kernels import Linear, fastest_kernels, linear_of_few_rows
@@ -50,9 +52,11 @@ from .rewrites import (
     merge_linears,
     rotate_together,
     share_results,
+    swap_experts,
     swap_linears,
     use_bfloat16,
     use_native_rows,
+    without_writes,
 )
 from .trial import compare_with_model, try_out
 
@@ -102,6 +106,7 @@ class CapturedPasses:
         # A weak reference: the copies hold their passes, and must be freed when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
+        self._experts: dict[int, tuple[Any, NativeExperts | None]] = {}
         self._linears: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, Linear | None]] = {}
         self._attention = threading.local()
         self._fingerprint = fingerprint(model)
@@ -357,6 +362,7 @@ class CapturedPasses:
             swap_linears(captured, fastest_kernels(model, layers, length))
         activation = torch.bfloat16 if copies is not None else model.dtype
         if self._is_native:
+            swap_experts(captured, lambda module: self._native_experts(module, activation))
             if self.is_draft:
                 try_out(model, compile_pass(captured))
             use_kernel_lists(captured, activation, model.dtype)
@@ -379,8 +385,14 @@ class CapturedPasses:
             self._linears[key] = weight, bias, LINEARS[self.batch_invariance.linear](weight, bias)
         return self._linears[key][2]
 
+    def _native_experts(self, module: Any, activation: torch.dtype) -> NativeExperts | None:
+        """Return the kernels of a layer of experts, the same for passes of all lengths; `None` where it has none."""
+        if id(module) not in self._experts:
+            self._experts[id(module)] = module, native_experts(module, activation)
+        return self._experts[id(module)][1]
+
     def _rewrites(self, model: PreTrainedModel) -> Rewrites:
-        alike = (share_results, use_native_rows) if self._is_native else (share_results,)
+        alike = (without_writes, share_results, use_native_rows) if self._is_native else (share_results,)
         return Rewrites(alike, (fuse_norms, fuse_rotary) if self.is_draft or model.dtype == torch.float32 else ())
 
 

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from ...native.ops.kernels import NAMES
 from ...native.ops.rows import gated_silu, rms_norm, rotary
+from .expert_layers import run_experts
 from .fx_graph import CapturedPass
 
 __all__ = [
@@ -35,10 +36,12 @@ __all__ = [
     "merge_linears",
     "rotate_together",
     "share_results",
+    "swap_experts",
     "swap_linears",
     "use_bfloat16",
     "use_native_rows",
     "use_rows",
+    "without_writes",
     "written_nodes",
 ]
 
@@ -75,6 +78,47 @@ def written_nodes(captured: CapturedPass) -> set[Node]:
         known = len(written)
         written.update(*(group for group in views if not written.isdisjoint(group)))
     return written
+
+
+_ANEW: dict[str, Callable[..., Any]] = {
+    "div_": torch.div,
+    "mul_": operator.mul,
+    "add_": operator.add,
+}
+
+
+def without_writes(captured: CapturedPass) -> None:
+    """Compute anew what would be written over a result that nothing reads afterwards, such as the sum of its parts."""
+    at = {node: place for place, node in enumerate(captured.nodes)}
+    for node in captured.nodes:
+        if node.op != "call_method" or node.target not in _ANEW or len(node.args) != 2 or node.kwargs:
+            continue
+        target, other = node.args
+        known = _sharing(captured, target, node)
+        if any(one.op not in ("call_function", "call_method") for one in known):
+            continue
+        dtypes = {one.meta.get("dtype") for one in (node, target, other) if isinstance(one, Node)}
+        if len(dtypes) == 1 and not any(at[user] > at[node] for one in known for user in one.users):
+            _become(node, _ANEW[node.target], target, other)
+            node.meta |= {"writes": False, "is_view": False}
+
+
+def _sharing(captured: CapturedPass, node: Any, without: Any) -> set[Any]:
+    """Return the nodes whose results may share the memory of a node's, without one of them."""
+    known, count = {node}, 0
+    while count != len(known):
+        count = len(known)
+        for one in captured.nodes:
+            # Results that one call returns together are separate, unless they are views of something.
+            of = [source for source in one.all_input_nodes if not _returns_several(source)]
+            if one is not without and one.meta.get("is_view") and not known.isdisjoint((one, *of)):
+                known.update((one, *of))
+    return known
+
+
+def _returns_several(node: Any) -> bool:
+    is_call = node.op in ("call_function", "call_method")
+    return is_call and node.meta.get("shape") is None and not node.meta.get("is_view")
 
 
 def _become(node: Any, target: Callable[..., Any], *args: Any) -> None:
@@ -329,6 +373,20 @@ def swap_linears(
         kernel = None if linear is None else swap(*linear)
         if kernel is not None:
             _become(node, kernel, node.args[0])
+    captured.eliminate_dead_code()
+
+
+def swap_experts(captured: CapturedPass, swap: Callable[[Any], Callable[..., Any] | None]) -> None:
+    """Give layers of experts another kernel.
+
+    Args:
+        captured: the pass.
+        swap: the layer's module → `(x, chosen, weights)` ↦ its output, a function with a name; `None` to leave it.
+    """
+    for node in captured.nodes:
+        kernel = swap(captured.constants[node.args[0].target]) if node.target is run_experts else None
+        if kernel is not None:
+            _become(node, kernel, *node.args[1:])
     captured.eliminate_dead_code()
 
 

@@ -2,8 +2,8 @@
 
 Passes that are not captured (of a batch, of models with recurrent states, with adapters) run by the model's own code,
 whose linear layers call a GEMM that reads weights at half of memory's speed or less for so few rows. During such a pass
-a kernel of native/ replaces `forward` of each linear layer of torch's own make. It adds up each row in one order,
-whatever else is in the pass.
+a kernel of native/ replaces `forward` of each linear layer of torch's own make, and of each layer of experts. It adds
+up each row in one order, whatever else is in the pass.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from ...native.ops.linear import NativeLinear, native_linear
 from ...support.model_state import Part, state_of
 from ...support.structure import modules_of
 from ...support.tensors import place_of
+from ..captured.expert_layers import is_experts, native_experts
 from ..structure.linears import has_foreign, is_plain_linear
 from ..structure.skip_mode import SkipMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MOST_ROWS", "FewRowsPart", "few_rows"]
+__all__ = ["MOST_ROWS", "FewRowsPart", "few_rows", "forward_of_experts"]
 
 MOST_ROWS = 64
 _MOST_HALF = 32
@@ -75,14 +76,17 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
     found: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
     for module in modules:
         if (
-            isinstance(module, nn.Linear)
-            and is_plain_linear(module)
-            and module.weight.numel() >= _SMALL
-            and "forward" not in module.__dict__
+            "forward" not in module.__dict__
+            and ((isinstance(module, nn.Linear) and is_plain_linear(module)) or is_experts(module))
+            and max((tensor.numel() for tensor in module.parameters(recurse=False)), default=0) >= _SMALL
         ):
             _, place = _held(module)
             known = before.get(module)
-            forward = known[1] if known is not None and known[0] == place else _forward(module, place)
+            forward: Callable[..., Any] | None
+            if known is not None and known[0] == place:
+                forward = known[1]
+            else:
+                forward = _forward(module, place) if isinstance(module, nn.Linear) else _few_experts(module)
             if forward is not None:
                 found[module] = place, forward
     state_of(model).get(FewRowsPart).few_rows = found
@@ -95,16 +99,16 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def _held(module: nn.Linear) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-    """Return weight and bias of a layer, held by tensors of our own, and their place.
+def _held(module: nn.Module) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """Return the weights of a layer, held by tensors of our own, and their place.
 
     As long as these are held, no other thread can free the memory that a kernel reads.
     """
-    held = [tensor.detach() for tensor in (module.weight, module.bias) if tensor is not None]
+    held = [tensor.detach() for tensor in module._parameters.values() if tensor is not None]
     return held, tuple(map(place_of, held))
 
 
-def _forward(module: nn.Linear, place: tuple[Any, ...]) -> Callable[..., Any] | None:
+def _forward(module: Any, place: tuple[Any, ...]) -> Callable[..., Any] | None:
     kernel = native_linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
     if not isinstance(kernel, NativeLinear):
         return None
@@ -123,3 +127,37 @@ def _forward(module: nn.Linear, place: tuple[Any, ...]) -> Callable[..., Any] | 
         return functional.linear(input, module.weight, module.bias)
 
     return forward
+
+
+def forward_of_experts(module: Any, fits: Callable[[torch.Tensor], bool]) -> Callable[..., Any] | None:
+    """Return a replacement of the `forward` of a layer of experts; `None` where it has no kernels.
+
+    Args:
+        module: the layer.
+        fits: tells by the chosen experts `(n, k)` whether kernels are to compute it.
+    """
+    kernel = native_experts(module)
+    if kernel is None:
+        return None
+    _, place = _held(module)
+    kernel.let_go()
+    dtype = kernel.activation
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) == 3 and not kwargs and all(isinstance(argument, torch.Tensor) for argument in args):
+            hidden, chosen, weights = args
+            is_known = hidden.ndim == chosen.ndim == 2 and len(chosen) == len(hidden) and hidden.dtype is dtype
+            if is_known and weights.dtype in (dtype, torch.float32) and fits(chosen):
+                held, its_place = _held(module)
+                if its_place == place:
+                    output = kernel(hidden, chosen, weights)
+                    del held  # not before
+                    return output
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _few_experts(module: Any) -> Callable[..., Any] | None:
+    most = MOST_ROWS if next(module.parameters()).dtype is torch.float32 else _MOST_HALF
+    return forward_of_experts(module, lambda chosen: len(chosen) <= most)

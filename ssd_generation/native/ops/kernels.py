@@ -55,8 +55,8 @@ def kernel(kind: str, *parts: Any) -> int:
     """Return the address of a kernel.
 
     Args:
-        kind: `"linear"`, `"int4"`, `"int8"`, `"rows"` or `"attention"`.
-        parts: the arguments of `linear_module`, `int4_module`, `int8_module`, `rows_module` or `attention_module`.
+        kind: `"linear"`, `"int4"`, `"int8"`, `"rows"`, `"attention"` or `"experts"`.
+        parts: the arguments of the function that returns the module's text: `linear_module`, `int4_module` and so on.
 
     Raises:
         RuntimeError: no code can be compiled here.
@@ -68,7 +68,7 @@ def kernel(kind: str, *parts: Any) -> int:
 
     name = "-".join((kind, *map(str, parts)))
     described = f"{name} {_source(*_SHARED, f'ops/{kind}_code.py')}"
-    return address_of(name, described, text, unrolls=kind != "linear")
+    return address_of(name, described, text, unrolls=kind not in ("linear", "experts"))
 
 
 def record(address: int, how: int, *fields: int) -> Any:

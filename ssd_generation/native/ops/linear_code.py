@@ -44,14 +44,13 @@ from ..codegen.builder import (
     INTS,
     LANES,
     STORED,
-    VOID,
     Module,
     integer,
     least,
     splat,
 )
 
-__all__ = ["LAYER_FIELDS", "Layer", "linear_module"]
+__all__ = ["LAYER_FIELDS", "STRIP", "Layer", "Products", "linear_module", "products_of"]
 
 LAYER_FIELDS = ("weight", "bias", "scales", "columns", "rows")
 """Fields of the record that describes a layer, 64 bits each: three addresses, K, and N."""
@@ -68,7 +67,7 @@ _FEW = 4
 _STACK = 5 << 16
 """Most bytes of x in float32: a thread's stack has half a megabyte on some systems."""
 
-_STRIP = 24
+STRIP = 24
 """Number of rows of W that stay in the cache while groups of rows of x are processed."""
 
 
@@ -92,7 +91,7 @@ class Layer:
         return cls(**fields)
 
 
-class _Kernels(Module):
+class Products(Module):
     """Functions for one kind of weights and activations."""
 
     columns = LANES
@@ -148,17 +147,12 @@ class _Kernels(Module):
         for row in rows:
             values.append(self.weights(b, row, k, count))
             if ahead is not None:
-                self._ask_for(b, self.at(b, row, b.add(k, ahead), STORED[self.weight]))
+                self.ask_for(b, self.at(b, row, b.add(k, ahead), STORED[self.weight]))
         for m, its_x in enumerate(x):
             factors = self.factors(b, its_x, k, count)
             for r, value in enumerate(values):
                 at = m * len(rows) + r
                 sums[at] = self.add(b, value, factors, sums[at])
-
-    def _ask_for(self, b: Any, address: Any) -> None:
-        """Prefetch a line of memory into the second-level cache."""
-        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the L1 cache; data
-        self.call(b, "llvm.prefetch.p0", VOID, address, *hints)
 
     def _tile(self, name: str, rows: int, tile: int) -> Any:
         """Build the function that multiplies `rows` converted rows of x by a range of rows of W, `tile` at a time."""
@@ -217,11 +211,15 @@ class _Kernels(Module):
 
     def build(self) -> str:
         """Return the module's text."""
+        self._kernel()
+        return str(self.module)
+
+    def functions(self) -> tuple[Any, Any]:
+        """Build the function that multiplies a few rows of x, and the one that converts them first, or `None`."""
         tiles: dict[int, tuple[Any, Any, int]] = {}
         for rows, tile in self.tiles.items():
             tiles[rows] = (self._tile(f"rows_{rows}", rows, tile), self._tile(f"rows_{rows}_one", rows, 1), tile)
-        self._kernel(self._strip(tiles))
-        return str(self.module)
+        return self._strip(tiles), self._converted() if self.converts else None
 
     def _strip(self, tiles: dict[int, tuple[Any, Any, int]]) -> Any:
         """Build the function that multiplies up to `most_rows` rows of x by a range of rows of W."""
@@ -260,25 +258,46 @@ class _Kernels(Module):
         b.ret_void()
         return function
 
-    def _kernel(self, strip: Any) -> None:
-        """Build the kernel: strips of W, each with all rows of x."""
-        converted = self._converted() if self.converts else None
-        b, task = self.kernel()
-        record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
-        rows = task.entry(b, 0)
+    def room(self, b: Any, columns: Any, rows: Any) -> tuple[Any, Any]:
+        """Return how many rows of x are multiplied at a time, and memory for them in their form, where they have one.
+
+        Built at the entry of a kernel, since it takes memory on the stack.
+        """
+        most = integer(self.most_rows)
+        if not self.converts:
+            return most, None
+        stride = self.stride(b, columns)
+        fitting = b.sdiv(integer(_STACK // 4), stride)
+        most = least(b, most, b.select(b.icmp_signed("<", fitting, integer(1)), integer(1), fitting))
+        own = b.alloca(FLOAT, size=b.mul(least(b, most, rows), stride))
+        own.align = 64
+        return most, own
+
+    def multiply(
+        self,
+        b: Any,
+        functions: tuple[Any, Any],
+        room: tuple[Any, Any],
+        record: Any,
+        operands: tuple[Any, Any, Any],
+        first: Any,
+        end: Any,
+    ) -> None:
+        """Multiply all rows of x by a range of rows of W, strip by strip.
+
+        Args:
+            b: builder.
+            functions: the result of `functions`.
+            room: the result of `room`.
+            record: address of the layer's record.
+            operands: addresses of x `(rows, K)` and y `(rows, N)`, without gaps, and the number of rows.
+            first: first row of W.
+            end: the row of W at which to stop.
+        """
+        (strip, converted), (most, own), (x, y, rows) = functions, room, operands
         layer = Layer.of(self, b, record)
-        strips = b.sdiv(b.add(layer.rows, integer(_STRIP - 1)), integer(_STRIP))
-        first, end = (b.mul(place, integer(_STRIP)) for place in task.share(b, strips))
-        end = least(b, end, layer.rows)
-        most, own = integer(self.most_rows), None
-        if converted is not None:
-            stride = self.stride(b, layer.columns)
-            fitting = b.sdiv(integer(_STACK // 4), stride)
-            most = least(b, most, b.select(b.icmp_signed("<", fitting, integer(1)), integer(1), fitting))
-            own = b.alloca(FLOAT, size=b.mul(least(b, most, rows), stride))
-            own.align = 64
         few = b.icmp_signed("<=", rows, most)
-        every = b.select(few, b.sub(end, first), integer(_STRIP))
+        every = b.select(few, b.sub(end, first), integer(STRIP))
         every = b.select(b.icmp_signed("<", every, integer(1)), integer(1), every)
         of_x = STORED[self.activation]
         with self.loop(b, first, end, every, []) as (n, _):
@@ -291,10 +310,22 @@ class _Kernels(Module):
                     b.call(converted, [its_x, own, layer.columns, left])
                     its_x = own
                 b.call(strip, [record, its_x, its_y, left, n, until])
+
+    def _kernel(self) -> None:
+        """Build the kernel: strips of W, each with all rows of x."""
+        functions = self.functions()
+        b, task = self.kernel()
+        record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
+        rows = task.entry(b, 0)
+        layer = Layer.of(self, b, record)
+        strips = b.sdiv(b.add(layer.rows, integer(STRIP - 1)), integer(STRIP))
+        first, end = (b.mul(place, integer(STRIP)) for place in task.share(b, strips))
+        end = least(b, end, layer.rows)
+        self.multiply(b, functions, self.room(b, layer.columns, rows), record, (x, y, rows), first, end)
         b.ret_void()
 
 
-class _Pairs(_Kernels):
+class _Pairs(Products):
     """bfloat16 weights and activations by two multiply-adds."""
 
     columns = 2 * LANES
@@ -326,7 +357,7 @@ class _Pairs(_Kernels):
         return total
 
 
-class _Dots(_Kernels):
+class _Dots(Products):
     """bfloat16 weights and activations by AVX-512's instruction."""
 
     columns = 2 * LANES
@@ -353,7 +384,12 @@ def linear_module(weight: str, activation: str, registers: int, dots: bool) -> s
         registers: number of the processor's registers of 16 numbers each, 8 or 32.
         dots: whether it has AVX-512's instruction for products of bfloat16 numbers.
     """
-    kind = _Kernels
+    return products_of(weight, activation, registers, dots).build()
+
+
+def products_of(weight: str, activation: str, registers: int, dots: bool) -> Products:
+    """Return the functions for these types; arguments as in `linear_module`."""
+    kind = Products
     if weight == activation == "bfloat16":
         kind = _Dots if dots else _Pairs
-    return kind(weight, activation, registers).build()
+    return kind(weight, activation, registers)

@@ -1,0 +1,147 @@
+"""Layers of experts in captured passes: which expert a token takes is data, so a layer is one node of the graph.
+
+Where transformers computes experts through its interface for them, all of them have one form: matrices of all experts
+in one tensor, and a gate between the two products. Experts that a model computes itself are captured operation by
+operation, or not at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations import moe
+
+from ...native.codegen.compiler import why_not
+from ...native.ops.experts import ExpertWeights, NativeExperts
+from ...native.ops.kernels import NAMES
+from ...support.forks import ForkSafeRLock, undone_in_child
+from ...support.structure import modules_of
+
+__all__ = ["experts_of", "is_experts", "native_experts", "own_experts", "run_experts", "shape_of_gate"]
+
+_INTERFACE: Any = moe.ALL_EXPERTS_FUNCTIONS
+_DEFAULT_GATE: Any = moe._default_apply_gate
+"""silu(gate) · up of the two halves, where the activation is SiLU."""
+
+_FORM = ("num_experts", "has_gate", "has_bias", "is_transposed", "down_proj")
+"""Attributes of a layer of experts that runs through the interface."""
+
+_LOCK = ForkSafeRLock()
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of experts of a model that run through transformers' interface for them."""
+    return [module for module in modules_of(model) if is_experts(module)]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Tell whether a module is a layer of experts that runs through transformers' interface for them."""
+    return hasattr(type(module), "_apply_gate") and all(hasattr(module, name) for name in _FORM)
+
+
+def run_experts(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Compute a layer of experts by the model's own code.
+
+    Args:
+        module: the layer.
+        hidden: `(n, H)`.
+        chosen: `(n, k)` integers, the experts of each token.
+        weights: `(n, k)`.
+    """
+    return type(module).forward(module, hidden, chosen, weights)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def own_experts(modules: Sequence[Any], run: Callable[..., Any]) -> Iterator[None]:
+    """Replace this thread's computation of experts by a function; other threads see no difference.
+
+    Args:
+        modules: the layers of experts.
+        run: called as `run(module, hidden, chosen, weights)`.
+    """
+    owner = threading.get_ident()
+    names = {str(module.config._experts_implementation) for module in modules}
+    mapping = _INTERFACE._local_mapping
+    with _LOCK:
+        before = {name: mapping.get(name) for name in names}
+
+        def made(name: str, known: Callable[..., Any] | None) -> Callable[..., Any]:
+            def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() == owner:
+                    return run(module, *args, **kwargs)
+                if known is not None:
+                    return known(module, *args, **kwargs)
+                if name in _INTERFACE._global_mapping:
+                    return _INTERFACE._global_mapping[name](module, *args, **kwargs)
+                return type(module).forward.__wrapped__(module, *args, **kwargs)  # type: ignore[attr-defined]
+
+            return forward
+
+        def restore() -> None:
+            for name, known in before.items():
+                if known is None:
+                    mapping.pop(name, None)
+                else:
+                    mapping[name] = known
+
+        with undone_in_child(restore):
+            try:
+                for name, known in before.items():
+                    mapping[name] = made(name, known)
+                yield
+            finally:
+                restore()
+
+
+def native_experts(module: nn.Module, activation: torch.dtype | None = None) -> NativeExperts | None:
+    """Build a layer of experts with JIT-compiled kernels; `None` where there are none for it.
+
+    Args:
+        module: the layer, which runs through transformers' interface.
+        activation: type of its inputs and outputs, where it is not that of the weights.
+    """
+    if why_not() is not None or getattr(module, "has_post_expert_norm", False) or module._is_expert_parallel:
+        return None
+    layer: Any = module
+    name = "gate_up_proj" if layer.has_gate else "up_proj"
+    matrices = [
+        ExpertWeights(getattr(layer, which), getattr(layer, f"{which}_bias") if layer.has_bias else None)
+        for which in (name, "down_proj")
+    ]
+    if not all(one.have_kernels() for one in matrices) or (activation or torch.float32) not in NAMES:
+        return None
+    up, down = matrices
+    inner, outer = (1, 2) if layer.is_transposed else (2, 1)
+    middle = down.weight.shape[inner]
+    if up.weight.shape[0] != down.weight.shape[0] or up.weight.shape[outer] != middle * (1 + bool(layer.has_gate)):
+        return None
+    gate = _gate_of(layer)
+    return NativeExperts(up, down, gate, by_input=bool(layer.is_transposed), activation=activation)
+
+
+def shape_of_gate(module: nn.Module, pairs: int) -> tuple[int, int] | None:
+    """Return the shape of what torch computes between the two products; `None` where a kernel computes it.
+
+    Args:
+        module: the layer.
+        pairs: S, the number of tokens times that of the experts that each of them takes.
+    """
+    layer: Any = module
+    if _gate_of(layer) is None:
+        return None
+    return pairs, int(layer.down_proj.shape[1 if layer.is_transposed else 2])
+
+
+def _gate_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what lies between the two products; `None` for a gate that has a kernel."""
+    if not layer.has_gate:
+        return layer.act_fn  # type: ignore[no-any-return]
+    is_default = type(layer)._apply_gate is _DEFAULT_GATE and "_apply_gate" not in vars(layer)
+    if is_default and type(layer.act_fn).__name__ in ("SiLU", "SiLUActivation"):
+        return None
+    return layer._apply_gate  # type: ignore[no-any-return]
