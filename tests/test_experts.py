@@ -344,7 +344,8 @@ def test_moved_experts_are_left_to_torch(counted: list[int]) -> None:
     mode = few_rows.few_rows(model)
     assert mode is not None
     for layer in experts_of(model):
-        layer.down_proj.data = layer.down_proj.data.clone()  # type: ignore[union-attr]
+        weights: Any = layer.down_proj
+        weights.data = weights.data.clone()
     with torch.no_grad(), mode:
         model(input_ids=prompt(9))
     assert counted == []

@@ -19,6 +19,7 @@ from ...config import SkipConfig
 from ...native.codegen.compiler import why_not
 from ...native.ops.linear import NativeLinear, native_linear
 from ...support.model_state import Part, state_of
+from ...support.once import looking_once
 from ...support.structure import modules_of
 from ...support.tensors import place_of
 from ..captured.expert_layers import is_experts, native_experts
@@ -39,13 +40,19 @@ _SMALL = 2**16
 
 
 class FewRowsPart(Part):
-    """Part of a model's state: its linear layers, and replacements of their `forward` in passes over few rows."""
+    """Part of a model's state: its linear layers, and replacements of their `forward` in passes over few rows.
+
+    Attributes:
+        few_rows: the replacement of each layer, with the place of the weights that it reads.
+        mode: the mode that puts them in place, and the replacements that it was made of.
+    """
 
     def __init__(self) -> None:
         self.few_rows: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+        self.mode: tuple[list[Any], SkipMode] | None = None
 
     def drop(self) -> None:
-        self.few_rows = {}
+        self.few_rows, self.mode = {}, None
 
     drop_captures = drop
 
@@ -58,8 +65,17 @@ def few_rows(model: PreTrainedModel) -> SkipMode | None:
     Args:
         model: the target model.
     """
-    forwards = _forwards(model)
-    return SkipMode(model, SkipConfig(), forwards) if forwards else None
+    with looking_once():
+        forwards = _forwards(model)
+    if not forwards:
+        return None
+    part = state_of(model).get(FewRowsPart)
+    known, mode = part.mode or ([], None)
+    # One that is in use would be nested in itself, where a hook of the model generates.
+    if mode is None or known != forwards or mode.is_in_place():
+        mode = SkipMode(model, SkipConfig(), forwards)
+        part.mode = forwards, mode
+    return mode
 
 
 def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any]]]:
@@ -78,7 +94,7 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
         if (
             "forward" not in module.__dict__
             and ((isinstance(module, nn.Linear) and is_plain_linear(module)) or is_experts(module))
-            and max((tensor.numel() for tensor in module.parameters(recurse=False)), default=0) >= _SMALL
+            and max((tensor.numel() for tensor in module._parameters.values() if tensor is not None), default=0) >= _SMALL
         ):
             _, place = _held(module)
             known = before.get(module)

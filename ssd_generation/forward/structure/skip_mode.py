@@ -130,6 +130,10 @@ class SkipMode:
         """Tell whether the calling thread's passes leave sub-layers out."""
         return self._owner == threading.get_ident()
 
+    def is_in_place(self) -> bool:
+        """Tell whether any thread has entered this mode and not left it."""
+        return bool(self._originals)
+
     def pause(self) -> None:
         """Restore the whole model until `resume`; the stubs stay in place and pass every call on."""
         self._owner = None
