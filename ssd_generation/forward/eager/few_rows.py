@@ -94,7 +94,7 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
         if (
             "forward" not in module.__dict__
             and ((isinstance(module, nn.Linear) and is_plain_linear(module)) or is_experts(module))
-            and max((tensor.numel() for tensor in module._parameters.values() if tensor is not None), default=0) >= _SMALL
+            and any(tensor is not None and tensor.numel() >= _SMALL for tensor in module._parameters.values())
         ):
             _, place = _held(module)
             known = before.get(module)

@@ -202,6 +202,22 @@ class Module:
             values = b.fadd(*(b.shuffle_vector(values, values, half) for half in halves))
         return b.extract_element(values, ir.Constant(I32, 0))
 
+    @staticmethod
+    def sums(b: Any, values: list[Any]) -> Any:
+        """Sum the lanes of each of four vectors, with the bits of `sum`; return a vector of the four sums."""
+
+        def parts(one: Any, other: Any, lanes: list[int]) -> Any:
+            return b.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+        for width in (8, 4):
+            halves = [list(range(at, at + width)) for at in (0, width)]
+            values = [b.fadd(*(parts(value, value, half) for half in halves)) for value in values]
+        pairs = [
+            b.fadd(parts(one, other, [0, 1, 4, 5]), parts(one, other, [2, 3, 6, 7]))
+            for one, other in (values[:2], values[2:])
+        ]
+        return b.fadd(parts(pairs[0], pairs[1], [0, 2, 4, 6]), parts(pairs[0], pairs[1], [1, 3, 5, 7]))
+
     def greatest(self, b: Any, values: Any) -> Any:
         """Return the greatest of the lanes."""
         width = LANES
@@ -213,23 +229,26 @@ class Module:
         return b.extract_element(values, ir.Constant(I32, 0))
 
     def narrow(self, b: Any, value: Any, stored: str | None = None) -> Any:
-        """Convert float32 numbers, one or 16, to activations or another stored type: to nearest, ties to even."""
+        """Convert float32 numbers, one or a vector, to activations or another stored type: to nearest, ties to even."""
         stored = stored or self.activation
         if stored == "float32":
             return value
-        many = value.type == FLOATS
-        if stored == "float16":
-            return b.fptrunc(value, vector(HALF) if many else HALF)
+        count = None if value.type == FLOAT else value.type.count
+
+        def of(kind: Any) -> Any:
+            return kind if count is None else ir.VectorType(kind, count)
 
         def constant(number: int) -> Any:
-            return splat(I32, number) if many else ir.Constant(I32, number)
+            return ir.Constant(of(I32), number if count is None else [number] * count)
 
-        bits = b.bitcast(value, INTS if many else I32)
+        if stored == "float16":
+            return b.fptrunc(value, of(HALF))
+        bits = b.bitcast(value, of(I32))
         even = b.and_(b.lshr(bits, constant(16)), constant(1))
         rounded = b.add(b.add(bits, constant(0x7FFF)), even)
         quiet = b.or_(bits, constant(0x400000))
         bits = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
-        return b.trunc(b.lshr(bits, constant(16)), vector(I16) if many else I16)
+        return b.trunc(b.lshr(bits, constant(16)), of(I16))
 
     def rounded(self, b: Any, values: Any) -> Any:
         """Round 16 float32 numbers as storing and loading them would."""
@@ -252,10 +271,19 @@ class Module:
 
     def one(self, b: Any, address: Any) -> Any:
         """Load one activation as float32."""
-        value = b.load(address, typ=STORED[self.activation])
+        return self.some(b, address, 1)
+
+    def some(self, b: Any, address: Any, count: int) -> Any:
+        """Load one activation, or a vector of a few, as float32."""
+
+        def of(kind: Any) -> Any:
+            return kind if count == 1 else ir.VectorType(kind, count)
+
+        value = b.load(address, typ=of(STORED[self.activation]), align=1 if count > 1 else None)
         if self.activation == "bfloat16":
-            return b.bitcast(b.shl(b.zext(value, I32), ir.Constant(I32, 16)), FLOAT)
-        return b.fpext(value, FLOAT) if self.activation == "float16" else value
+            places = 16 if count == 1 else [16] * count
+            return b.bitcast(b.shl(b.zext(value, of(I32)), ir.Constant(of(I32), places)), of(FLOAT))
+        return b.fpext(value, of(FLOAT)) if self.activation == "float16" else value
 
     def exp(self, b: Any, x: Any) -> Any:
         """Compute e^x to two units in the last place: 2ⁿ · e^r, |r| ≤ ln 2 / 2, Cephes' polynomial (Moshier, expf.c).

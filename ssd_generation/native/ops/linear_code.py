@@ -64,6 +64,9 @@ Where x has more rows than there are tiles for, they are processed in turn on ro
 _FEW = 4
 """Number of rows of x up to which a loop can be unrolled to twice the code without spilling a sum to memory."""
 
+_TOGETHER = 4
+"""Number of neighbouring outputs whose lanes are added together."""
+
 _STACK = 5 << 16
 """Most bytes of x in float32: a thread's stack has half a megabyte on some systems."""
 
@@ -168,9 +171,10 @@ class Products(Module):
             places = [b.add(n, integer(r)) for r in range(tile)]
             sums = [splat(FLOAT, 0.0)] * (rows * tile)
             self._sum_of_products(b, layer, places, x, sums)
-            for r, place in enumerate(places):
-                for m in range(rows):
-                    self._finish(b, layer, sums[m * tile + r], place, self.at(b, y[m], place, of_y))
+            for m in range(rows):
+                for r in range(0, tile, _TOGETHER):
+                    its_sums = sums[m * tile + r : m * tile + min(r + _TOGETHER, tile)]
+                    self._finish(b, layer, its_sums, places[r], self.at(b, y[m], places[r], of_y))
         b.ret_void()
         return function
 
@@ -192,19 +196,29 @@ class Products(Module):
         with self.loop(b, whole, layer.columns, integer(step), sums) as (k, carried):
             self._products(b, rows, x, k, carried, None, b.sub(layer.columns, k))
 
-    def _finish(self, b: Any, layer: Layer, sums: Any, place: Any, y: Any) -> None:
-        """Write one output: the sum of its lanes, scaled if W is, plus the bias."""
-        value = self.sum(b, sums)
+    def _finish(self, b: Any, layer: Layer, sums: list[Any], place: Any, y: Any) -> None:
+        """Write neighbouring outputs: the sums of their lanes, scaled if W is, plus the bias."""
+        if len(sums) != _TOGETHER:
+            for at, one in enumerate(sums):
+                its_place = b.add(place, integer(at))
+                self._write(b, layer, self.sum(b, one), its_place, self.at(b, y, integer(at), STORED[self.activation]))
+            return
+        self._write(b, layer, self.sums(b, sums), place, y)
+
+    def _write(self, b: Any, layer: Layer, value: Any, place: Any, y: Any) -> None:
+        """Write one output, or a vector of them."""
+        kind = value.type
+        many = 1 if kind == FLOAT else kind.count
         if self.weight == "int8":
-            value = b.fmul(value, b.load(self.at(b, layer.scales, place, FLOAT), typ=FLOAT))
+            value = b.fmul(value, b.load(self.at(b, layer.scales, place, FLOAT), typ=kind, align=4))
         plain = b.block
         with b.if_then(b.icmp_unsigned("!=", b.ptrtoint(layer.bias, I64), integer(0))):
-            biased = b.fadd(value, self.one(b, self.at(b, layer.bias, place, STORED[self.activation])))
+            biased = b.fadd(value, self.some(b, self.at(b, layer.bias, place, STORED[self.activation]), many))
             with_bias = b.block
-        total = b.phi(FLOAT)
+        total = b.phi(kind)
         total.add_incoming(value, plain)
         total.add_incoming(biased, with_bias)
-        self.store(b, total, y)
+        b.store(self.narrow(b, total), y, align=1 if many > 1 else None)
 
     # ------------------------------------------------------------------------------------------------------------------
     # all of it
