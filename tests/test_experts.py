@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from lab import experts as program
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.captured.batch_invariance import NATIVE, TEXT_WIDTHS, BatchInvariance, uneven
 from ssd_generation.forward.captured.capture import CannotCapture, capture_pass
@@ -27,7 +28,7 @@ from ssd_generation.forward.captured.fx_graph import CapturedPass
 from ssd_generation.forward.captured.passes import CapturedPasses
 from ssd_generation.forward.captured.rewrites import share_results, without_writes
 from ssd_generation.forward.eager import few_rows
-from ssd_generation.forward.eager.prompt_mode import prompt_mode
+from ssd_generation.forward.eager import prompt_mode as prompts
 from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.native.ops.experts import ExpertWeights, NativeExperts
 from ssd_generation.tuning import prompt_kernels
@@ -195,6 +196,9 @@ def test_layers_without_kernels() -> None:
     layer._is_expert_parallel = False
     layer.down_proj = nn.Parameter(layer.down_proj.transpose(1, 2).contiguous().transpose(1, 2))
     assert native_experts(layer) is None, "it has gaps"
+    computed: Any = experts_of(with_experts())[0]
+    torch.nn.utils.parametrize.register_parametrization(computed, "down_proj", nn.Identity())
+    assert native_experts(computed) is None, "what a parametrization computes has no place of its own"
     layer.down_proj = nn.Parameter(layer.down_proj.contiguous().to(torch.float64))
     assert native_experts(layer) is None
 
@@ -257,6 +261,13 @@ def test_experts_are_in_the_lists_of_kernels(dtype: torch.dtype) -> None:
         assert program is not None, passes.refusal
         # before the first layer's experts, between them and the second's, and from there on
         assert program.source.count("sequence_kernels") == 3 and "experts_experts" not in program.source
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_the_width(family: str, dtype: torch.dtype) -> None:
+    model = with_experts(family, head_dim=32).to(dtype)
+    assert prompt_kernels._keeps_bits(model, BatchInvariance(NATIVE, TEXT_WIDTHS))
 
 
 def test_an_unknown_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,13 +367,28 @@ def test_a_prompt_in_float32(counted: list[int], tokens: int, is_ours: bool) -> 
     model: Any = with_experts("mixtral")  # 4 experts, 2 of which each token takes
     with torch.no_grad():
         expected = model(input_ids=prompt(tokens)).logits
-        with prompt_mode(model, tokens):
+        with prompts.prompt_mode(model, tokens):
             found = model(input_ids=prompt(tokens)).logits
     assert torch.allclose(found, expected, atol=1e-4) and counted == [tokens] * (2 * is_ours)
     counted.clear()
-    with torch.no_grad(), prompt_mode(model.to(torch.bfloat16), tokens):
+    with torch.no_grad(), prompts.prompt_mode(model.to(torch.bfloat16), tokens):
         model(input_ids=prompt(tokens))
     assert counted == [], "in half precision a prompt's pass is the model's own"
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_prompt_in_half_precision_through_experts_stored_by_input(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, is_fast: bool
+) -> None:
+    monkeypatch.setattr(prompts, "onednn_takes", lambda dtype: is_fast)
+    model: Any = with_experts("gpt_oss").to(torch.bfloat16)
+    with torch.no_grad():
+        expected = model(input_ids=prompt(90)).logits
+        with prompts.prompt_mode(model, 90):
+            found = model(input_ids=prompt(90)).logits
+        assert counted == [90] * (0 if is_fast else 2) and close(found, expected)
+        with prompts.prompt_mode(model, 90, own_kernels=True):
+            assert torch.equal(model(input_ids=prompt(90)).logits, expected)
 
 
 def test_the_cost_of_a_prompt_counts_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +405,26 @@ def test_the_cost_of_a_prompt_counts_experts(monkeypatch: pytest.MonkeyPatch) ->
     assert len(timed) == 1 and all(seconds > 0 for found in timed[0] for seconds in found)
     # two layers of four experts, of which two were timed
     assert 32 < ours < 40 and 3200 < torchs < 3300
+
+
+# --- the program that measures mixtures
+
+
+def test_layers_are_timed() -> None:
+    rows = program.measure_layers(with_experts(), 1)
+    assert [row["tokens"] for row in rows] == [1, 2, 4, 8, 64]
+    matrices = 3 * 32 * 48 * 4  # bytes of an expert
+    assert rows[0]["bytes"] == 2 * matrices and rows[-1]["bytes"] == 4 * matrices
+    assert all(row["ours"] > 0 and row["torch"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", program.SHAPES)
+def test_shapes_are_those_of_models(name: str) -> None:
+    with torch.device("meta"):
+        model = program.random_model(name, torch.bfloat16)
+    layers = experts_of(model)
+    assert len(layers) == model.config.num_hidden_layers
+    assert sum(parameter.nbytes for parameter in model.parameters()) < 9e9
 
 
 # --- writes

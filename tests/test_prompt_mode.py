@@ -61,7 +61,7 @@ def test_generation_uses_it_for_the_tokens_that_are_new(elsewhere: list[int], mo
     asked: list[int] = []
     original = prompts.prompt_mode
 
-    def mode(model: Any, rows: int) -> Any:
+    def mode(model: Any, rows: int, own_kernels: bool = False) -> Any:
         asked.append(rows)
         return original(model, rows)
 

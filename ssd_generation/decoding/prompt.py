@@ -58,7 +58,7 @@ def read_prompt(
     new = input_ids.shape[1] - slots_of(model_kwargs.get(name))
     answer = _by_captured_passes(forward, request, input_ids, model_kwargs)
     if answer is None:
-        with prompt_mode(model, batch * new):
+        with prompt_mode(model, batch * new, forward.plan.own_kernels):
             answer = model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
     limits = request.limits(most_positions(model))
     context = _context(forward, model_kwargs, answer, input_ids.shape[1], limits.max_length)

@@ -108,11 +108,13 @@ def native_experts(module: nn.Module, activation: torch.dtype | None = None) -> 
     if why_not() is not None or getattr(module, "has_post_expert_norm", False) or module._is_expert_parallel:
         return None
     layer: Any = module
-    name = "gate_up_proj" if layer.has_gate else "up_proj"
-    matrices = [
-        ExpertWeights(getattr(layer, which), getattr(layer, f"{which}_bias") if layer.has_bias else None)
-        for which in (name, "down_proj")
-    ]
+    matrices = []
+    for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
+        # Not by attribute, which may compute what an adapter or a quantiser stores.
+        held = [layer._parameters.get(name), layer._parameters.get(f"{name}_bias") if layer.has_bias else None]
+        if held[0] is None or (held[1] is None) == bool(layer.has_bias):
+            return None
+        matrices.append(ExpertWeights(held[0], held[1]))
     if not all(one.have_kernels() for one in matrices) or (activation or torch.float32) not in NAMES:
         return None
     up, down = matrices

@@ -22,7 +22,7 @@ from ...native.ops.linear import Linear, native_linear
 from ...support.machine import cpu_name, is_intel
 from ...support.measurements import cached_measurement, flag_if_noisy
 
-__all__ = ["KERNELS", "Layer", "Linear", "fastest_kernels", "linear_of_few_rows", "onednn_linear"]
+__all__ = ["KERNELS", "Layer", "Linear", "fastest_kernels", "linear_of_few_rows", "onednn_linear", "onednn_takes"]
 
 Layer = tuple[torch.Tensor, "torch.Tensor | None"]
 """Weight `(N, K)` and bias `(N,)`."""
@@ -47,7 +47,7 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return lambda x: functional.linear(x, weight, bias)
 
 
-def _onednn_takes(dtype: torch.dtype) -> bool:
+def onednn_takes(dtype: torch.dtype) -> bool:
     """Tell whether oneDNN multiplies numbers of a type on this processor: half precision not on all (AVX2 has none)."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -60,7 +60,7 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
 
 def onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
     """Return the layer by oneDNN on the plain weight, read in place; `None` where oneDNN has none of this type."""
-    if not _onednn_takes(weight.dtype):
+    if not onednn_takes(weight.dtype):
         return None
     kernel = torch.ops.mkldnn._linear_pointwise.default
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,7 @@ from ...config import SkipConfig
 from ...support.machine import is_intel
 from ..captured.conditions import why_not_captured
 from ..captured.expert_layers import experts_of
-from ..captured.linear_kernels import linear_of_few_rows
+from ..captured.linear_kernels import linear_of_few_rows, onednn_takes
 from ..structure.skip_mode import SkipMode
 from .few_rows import forward_of_experts
 
@@ -29,10 +31,11 @@ _PER_EXPERT = 32
 """Tokens per expert up to which the JIT-compiled kernels are ahead of torch's grouped products."""
 
 
-def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any]:
+def prompt_mode(model: PreTrainedModel, rows: int, own_kernels: bool = False) -> AbstractContextManager[Any]:
     """Return a mode in which large linear layers and experts run by the faster kernel for a prompt, where there is one.
 
-    In half precision there is none: a prompt's pass has the bits of the model's own.
+    In half precision there is none, and a prompt's pass has the bits of the model's own, with one exception: experts
+    stored by input where torch has no fast product of the type, and takes a second for a few tokens.
 
     On processors other than Intel's, `linear_of_few_rows` is ahead with large weights until the arithmetic takes all
     the time (on an AMD EPYC, 8960 × 1536: 2.7 times as fast at 16 rows, 1.6 at 64, 1.2 at 256, the same beyond).
@@ -44,26 +47,42 @@ def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any
     Args:
         model: the target model.
         rows: tokens in the pass, of all rows of the batch.
+        own_kernels: whether the model's own kernels are requested in half precision.
     """
-    if why_not_captured(model) is not None:
-        return nullcontext()
-    kernels = [] if rows > _MANY_ROWS or is_intel() else _linears(model, rows)
-    kernels += [(module, forward_of_experts(module, _fits(module))) for module in _experts(model)]
-    exchanged = [(module, kernel) for module, kernel in kernels if kernel is not None]
+    exchanged: list[tuple[nn.Module, Callable[..., Any]]] = []
+    if rows <= _MANY_ROWS and not is_intel() and why_not_captured(model) is None:
+        exchanged += _linears(model, rows)
+    exchanged += _experts(model, own_kernels)
     return SkipMode(model, SkipConfig(), exchanged) if exchanged else nullcontext()
 
 
-def _linears(model: nn.Module, rows: int) -> list[tuple[nn.Module, Callable[..., Any] | None]]:
-    return [
+def _linears(model: nn.Module, rows: int) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    found = [
         (module, linear_of_few_rows(module.weight, module.bias, rows))
         for module in model.modules()
         if type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.numel() >= _LARGE
     ]
+    return [(module, kernel) for module, kernel in found if kernel is not None]
 
 
-def _experts(model: nn.Module) -> list[nn.Module]:
-    return [module for module in experts_of(model) if module.down_proj.dtype is torch.float32]
+def _experts(model: nn.Module, own_kernels: bool) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    if torch.is_autocast_enabled("cpu"):
+        return []
+    found: list[tuple[nn.Module, Callable[..., Any]]] = []
+    for module in experts_of(model):
+        layer: Any = module
+        dtype = layer.down_proj.dtype
+        most = _PER_EXPERT * layer.num_experts
+        if dtype is not torch.float32:
+            if own_kernels or not layer.is_transposed or onednn_takes(dtype):
+                continue
+            most = sys.maxsize
+        is_patched = "forward" in vars(module) or module._compiled_call_impl is not None
+        forward = None if is_patched else forward_of_experts(module, partial(_fits, most))
+        if forward is not None:
+            found.append((module, forward))
+    return found
 
 
-def _fits(module: Any) -> Callable[[torch.Tensor], bool]:
-    return lambda chosen: chosen.numel() <= _PER_EXPERT * module.num_experts
+def _fits(most: int, chosen: torch.Tensor) -> bool:
+    return chosen.numel() <= most
