@@ -158,6 +158,12 @@ def test_an_expert_that_does_not_exist_adds_nothing(by_input: bool, missing: int
     assert close(found, layer(x, chosen, weights)) and not found[2].any()
 
 
+def test_weights_of_another_type_are_cast() -> None:
+    layer = Layer(torch.bfloat16, 4, 32, 32)
+    x, chosen, weights = layer.inputs(5, 2, torch.float64)
+    assert torch.equal(layer.native()(x, chosen, weights), layer.native()(x, chosen, weights.float()))
+
+
 def test_one_expert_for_all_tokens_and_no_token_at_all() -> None:
     layer = Layer(torch.float32, 4, 32, 32)
     x, chosen, weights = layer.inputs(64, 2)

@@ -270,8 +270,8 @@ def test_folders_that_cannot_be(ssd: Callable[..., Run], text: str) -> None:
 
 @pytest.mark.parametrize("text", NASTY)
 def test_reports_of_others(ssd: Callable[..., Run], text: str, ran: dict[str, Any]) -> None:
-    pytest.importorskip("matplotlib")  # the report includes a plot
     """Strings of a summary cannot do harm, whatever they contain."""
+    pytest.importorskip("matplotlib")  # the report includes a plot
     summary = json.loads(json.dumps(ran))
     (entry,) = summary["methods"].values()
     summary["methods"] = {text: entry}

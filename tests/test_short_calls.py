@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ssd_generation import Costs, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.captured.conditions import forbid_capture
 from ssd_generation.generation import prepare, request
+from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.tuning import short_calls
 from ssd_generation.tuning.short_calls import is_known_short, is_short_for
 from tiny_models import prompt, tiny_model
@@ -58,6 +59,12 @@ def test_no_call_is_short_where_passes_are_captured(model: PreTrainedModel) -> N
     forbid_capture(model, None)
     assert not is_short_for(model, config, 4)
     assert not is_known_short(model, 4), "what was found before is forgotten"
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be compiled here")
+def test_no_call_is_short_where_experts_have_kernels() -> None:
+    mixture = enable_self_speculative(tiny_model("gpt_oss"))
+    assert not is_short_for(mixture, config_of(0.5, 1e-6), 4)
 
 
 def test_a_call_that_was_found_short_is_not_prepared_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..forward.captured.expert_layers import experts_of, native_experts
 from ..support.model_state import Part, state_of
 from ..support.structure import modules_of
 from .plan_passes import runs_own_code
@@ -44,7 +45,8 @@ def is_known_short(model: PreTrainedModel, new_tokens: int) -> bool:
 def is_short_for(model: PreTrainedModel, config: SelfSpeculativeConfig, new_tokens: int) -> bool:
     """Tell whether drafting saves less time than its preparation takes, for so few tokens.
 
-    Captured passes and CUDA graphs are faster than the model's own code without any draft: with them no call is short.
+    Captured passes, CUDA graphs and kernels for experts are faster than the model's own code without any draft: with
+    them no call is short.
 
     Args:
         model: the target model.
@@ -53,7 +55,7 @@ def is_short_for(model: PreTrainedModel, config: SelfSpeculativeConfig, new_toke
     """
     part = state_of(model).get(ShortCallsPart)
     part.longest = 0
-    if config.costs is None or not runs_own_code(model):
+    if config.costs is None or not runs_own_code(model) or any(map(native_experts, experts_of(model)[:1])):
         return False
     saved_per_token = seconds_saved(config)
     preparation = _SECONDS_PER_MODULE * len(modules_of(model))

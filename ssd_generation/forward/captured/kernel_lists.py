@@ -195,6 +195,8 @@ class _List:
         x, chosen, weights = self._value(node.args[0]), *(self._routing(arg) for arg in node.args[1:])
         if layer.gate is not None or layer.activation is not self.dtype or chosen.block.dtype is not torch.int64:
             raise _No
+        if weights.block.dtype not in (self.dtype, torch.float32):
+            raise _No
         if not x.is_whole or x.like.ndim != 2 or len(x.like) != self.rows:
             raise _No
         slots = int(chosen.like.shape[1])

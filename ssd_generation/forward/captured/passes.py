@@ -322,12 +322,14 @@ class CapturedPasses:
         """
         assert self.batch_invariance is not None
         widest, at = self.batch_invariance.widths[-1], text.start + known
+        parts = list(zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True))
+        widths = (self.batch_invariance.width(part.shape[1]) for part, _ in parts)
+        programs = [None if width is None else self.program(width) for width in widths]
+        if any(program is None or not program.attends_by_kernels for program in programs):
+            return False
         attention = self._new_attention()
-        for part, places in zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True):
-            width = self.batch_invariance.width(part.shape[1])
-            program = None if width is None else self.program(width)
-            if program is None or not program.attends_by_kernels:
-                return False
+        for (part, places), program in zip(parts, programs, strict=True):
+            assert program is not None
             attention.begin(cache.layers, 0, part.shape[1], (text,))
             attention.move_to(at, part.shape[1])
             _run_filled(program, part, places, attention)

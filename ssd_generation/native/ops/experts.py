@@ -97,9 +97,11 @@ class NativeExperts:
         Args:
             x: `(n, K)`.
             chosen: `(n, k)` integers, the experts of each token.
-            weights: `(n, k)`, of x's type or float32.
+            weights: `(n, k)`, of x's type or float32, to which others are cast.
         """
         tokens, slots = chosen.shape
+        if weights.dtype is not self.activation:
+            weights = weights.to(torch.float32)
         if not chosen.numel():
             return x.new_zeros((tokens, self._down.rows))
         key = tokens, slots, weights.dtype
