@@ -295,6 +295,19 @@ def test_the_layers_of_common_families_are_one_call(family: str, length: int) ->
     assert f"return {call.split(' = ')[0].strip()}" in program.source
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_multiples_are_in_the_list(dtype: torch.dtype) -> None:
+    program, refusal = program_of("granite", dtype, 4)  # it scales embeddings and what is added to the residual stream
+    assert program is not None, refusal
+    assert program.source.count("sequence_kernels") == 1
+    x, factor = torch.randn(3, 100, dtype=dtype), 0.22
+    step = Step("scale", kernel("rows", "scale", NAMES[dtype]), flags(2), [])
+    blocks = Block((3, 100), 0), Block((3, 100))
+    step.fields = [Operand(blocks[0]), Operand(blocks[1], 0, True), 100, bits_of(factor)]
+    made = make_list([step], [blocks[1]], 1, 3, dtype)
+    assert torch.equal(made(None, x), x * factor)
+
+
 class OneByOne(RowAttention):
     """Attention by the same kernels as in a list, called one by one from Python."""
 

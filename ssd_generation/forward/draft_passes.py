@@ -193,10 +193,24 @@ class _GraphDraftPasses(DraftPasses):
 
 
 class DraftForward:
-    """Drafting side of a model: skip mode, low-bit copies in place, and the passes captured with them."""
+    """Drafting side of a model: skip mode, low-bit copies in place, and the passes captured with them.
 
-    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, target: GraphPasses | None) -> None:
-        model = drafting_model(model, config)
+    Args:
+        model: the target model.
+        config: what the draft leaves out, and its precision.
+        target: the target's passes as CUDA graphs, where there are any.
+        targets_few_rows: returns the target's mode for few rows, which a draft that runs the target's own code shares.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: SelfSpeculativeConfig,
+        target: GraphPasses | None,
+        targets_few_rows: Callable[[], SkipMode | None],
+    ) -> None:
+        of_target, model = model, drafting_model(model, config)
+        self._targets_few_rows = targets_few_rows if model is of_target else None
         self._model = model
         self._skip_mode, self._captured = draft_of(model, config)
         self._graphs: GraphPasses | None = None
@@ -214,8 +228,11 @@ class DraftForward:
 
     def _few_rows(self) -> SkipMode | None:
         if self._few is None:
-            # Copies have kernels of their own.
-            self._few = (None if self._has_copies else few_rows(self._model),)
+            found = None
+            if not self._has_copies:  # copies have kernels of their own
+                found = None if self._targets_few_rows is None else self._targets_few_rows()
+                found = few_rows(self._model) if found is None else found
+            self._few = (found,)
         return self._few[0]
 
     def passes(self, context: Context, rows: int, length: int) -> DraftPasses:

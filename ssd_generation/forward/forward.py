@@ -78,7 +78,8 @@ class Forward:
             ValueError: as in the constructor.
         """
         self._config = config
-        self._draft = DraftForward(self.model, config, None if self._graph is None else self._graph.graphs)
+        graphs = None if self._graph is None else self._graph.graphs
+        self._draft = DraftForward(self.model, config, graphs, self._eager.few_rows)
 
     def renew(self) -> None:
         """Continue with other weights, such as after an adapter was switched.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -36,7 +37,12 @@ def is_untried() -> bool:
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name of a model's cache among the arguments, and the outputs, of its passes."""
-    names = takes(type(model).forward)
+    return _cache_argument_of(type(model).forward)
+
+
+@functools.lru_cache(maxsize=32)
+def _cache_argument_of(forward: Callable[..., Any]) -> str:
+    names = takes(forward)
     return next((name for name in (CACHE, *CACHE_NAMES) if name in names), CACHE)
 
 

@@ -142,6 +142,12 @@ class _List:
                 raise _No
             operands = [one.operand(), other.operand()]
             self._step(node, "add", operands, shape, [one.like.numel() // self.rows])
+        elif target is operator.mul and isinstance(args[1], (int, float)):
+            x = self._value(args[0])
+            if not x.is_whole or x.like.numel() % self.rows:
+                raise _No
+            fields = [x.like.numel() // self.rows, bits_of(args[1])]
+            self._step(node, "scale", [x.operand()], tuple(x.like.shape), fields)
         else:
             raise _No
         self.nodes[node] = None

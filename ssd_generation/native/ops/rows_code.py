@@ -1,4 +1,4 @@
-"""Code for the operations between linear layers, a row at a time: norms, gates, rotary embeddings, sums.
+"""Code for the operations between linear layers, a row at a time: norms, gates, rotary embeddings, sums, multiples.
 
 Each fuses five to ten operations of a model's code, every one of which costs more than its arithmetic where a row is a
 token. Numbers are rounded where the model's own code rounds them.
@@ -83,6 +83,17 @@ class _Rows(Module):
             self.store_many(b, total, self.at(b, y, k, self._kind), left)
         b.ret_void()
 
+    def scale(self) -> None:
+        """Compute a multiple of a tensor; the record: x, y, columns, the factor. Neither of them has gaps."""
+        b, task = self.kernel()
+        x, y, columns, factor = task.operand(b, 2), task.operand(b, 4), task.field(b, 6), task.number(b, 7)
+        factors = self.spread(b, factor)
+        first, end = self._columns(b, task, b.mul(columns, task.entry(b, 0)))
+        with self.loop(b, first, end, integer(LANES), []) as (k, _):
+            left = b.sub(end, k)
+            self.store_many(b, b.fmul(self._of(b, x, k, left), factors), self.at(b, y, k, self._kind), left)
+        b.ret_void()
+
     @staticmethod
     def _columns(b: Any, task: Task, columns: Any) -> tuple[Any, Any]:
         """Return this part's range of so many columns, in units of four vectors."""
@@ -121,10 +132,11 @@ class _Rows(Module):
 
 
 def rows_module(what: str, activation: str) -> str:
-    """Return the text of a module whose kernel computes a norm, a gate, a sum or a rotary embedding.
+    """Return the text of a module whose kernel computes a norm, a gate, a sum, a multiple or a rotary embedding.
 
     Args:
-        what: `"norm"`, `"gate"`, `"add"` or `"rotary"`; see the methods, whose records (`builder.Task`) begin at 2.
+        what: `"norm"`, `"gate"`, `"add"`, `"scale"` or `"rotary"`; see the methods, whose records (`builder.Task`)
+            begin at 2.
         activation: `"float32"`, `"bfloat16"` or `"float16"`.
     """
     rows = _Rows(activation)
