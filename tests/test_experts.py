@@ -276,6 +276,13 @@ def test_bits_do_not_depend_on_the_width(family: str, dtype: torch.dtype) -> Non
     assert prompt_kernels._keeps_bits(model, BatchInvariance(NATIVE, TEXT_WIDTHS))
 
 
+def test_ties_are_decided_alike_at_every_width() -> None:
+    model: Any = with_experts("qwen3_moe", head_dim=32).to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data.zero_()  # all experts are as likely
+    assert prompt_kernels._keeps_bits(model, BatchInvariance(NATIVE, TEXT_WIDTHS))
+
+
 def test_an_unknown_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_experts()
     block: Any = type(model.model.layers[0].mlp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from dataclasses import replace
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from search_worker import calibration, cost_profile
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.cli.profile import profile_view
 from ssd_generation.forward.captured.passes import CapturedPasses
 from ssd_generation.harness.texts import Prompt
 from ssd_generation.search import calibration as calibration_module
@@ -592,3 +595,22 @@ def test_estimators_are_compared_with_generation() -> None:
     assert per_draft["rounds in a row"]["passes"] == 2
     assert per_draft["measured"]["passes"] > 20
     assert per_draft["a round at each token"]["inputs"] > 2 * per_draft["rounds in a row"]["inputs"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_tables_of_a_profile_lose_no_digit(width: int) -> None:
+    lengths = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+    profile = cost_profile(
+        contexts=(64, 512, 2048),
+        plain_step=(0.071, 0.08, 0.1),
+        attention={"keep": (0.0005, 0.0006, 0.0014)},
+        verify=tuple((n, 0.071 * (1 + n / 40)) for n in lengths),
+    )
+    console = Console(width=width, file=io.StringIO())
+    for part in profile_view(profile, console):
+        console.print(part)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    figures = ["0.500", "0.600", "1.400", "71.0", "80.0", "100.0", *(f"{1 + n / 40:.2f}" for n in lengths)]
+    assert "…" not in shown and all(figure in shown for figure in figures)
+    assert max(map(len, shown.splitlines())) <= width

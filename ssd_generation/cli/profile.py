@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,9 @@ from .option_groups import with_option_groups
 from .options import JsonOption, ModelArgumentOptions
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from collections.abc import Sequence
+
+    from rich.console import Console, RenderableType
 
     from ..search.cost_profile import CostProfile
 
@@ -61,7 +63,7 @@ def profile(model: ModelArgumentOptions, options: ProfileOptions) -> None:
         print_json(measured.to_dict())
     else:
         console = out()
-        for table in profile_view(measured):
+        for table in profile_view(measured, console):
             console.print(table)
         for line in warnings_of(measured):
             err().print(line, style="yellow", soft_wrap=True)
@@ -117,70 +119,73 @@ def warnings_of(profile: CostProfile) -> list[str]:
     return lines
 
 
-def profile_view(profile: CostProfile) -> list[Any]:
-    """Build the tables of a profile."""
-    tables = [_draft_step_table(profile)]
+def profile_view(profile: CostProfile, console: Console) -> list[RenderableType]:
+    """Build the tables of a profile; one that is wider than the console has columns for rows."""
+    tables = [_draft_step_table(profile, console)]
     if len(profile.contexts) > 1:
-        tables.append(_attention_table(profile))
-    return [*tables, _verify_table(profile)]
+        tables.append(_attention_table(profile, console))
+    return [*tables, _verify_table(profile, console)]
 
 
-def _draft_step_table(profile: CostProfile) -> Table:
-    """Build the table of a draft step by its parts, in each precision."""
+def _table(
+    console: Console, title: str, rows: Sequence[Sequence[str]], caption: str = "", turned: bool = False
+) -> RenderableType:
+    """Build a table under its title; the first row is the head, and the first cell of each the name of the row."""
     from rich.box import SIMPLE_HEAD
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
+    head, *others = zip(*rows, strict=True) if turned else rows
+    table = Table(box=SIMPLE_HEAD)
+    for at, name in enumerate(head):
+        table.add_column(name, justify="right" if at else "left", no_wrap=at > 0)
+    for row in others:
+        table.add_row(*row)
+    if not turned and console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
+        return _table(console, title, rows, caption, turned=True)
+    below = [Text(f"{caption}\n", style="table.caption")] if caption else []
+    return Group(Text(title, style="table.title"), table, *below)
+
+
+def _draft_step_table(profile: CostProfile, console: Console) -> RenderableType:
+    """Build the table of a draft step by its parts, in each precision."""
     from ..config import PrecisionConfig, SelfSpeculativeConfig
 
     plain = profile.plain_step[0]
-    table = Table(
-        box=SIMPLE_HEAD,
-        title=f"A plain step takes {plain * MS:.1f} ms after {profile.contexts[0]} tokens",
-        title_justify="left",
-        caption=f"{profile.measured_on}; passes took a median of {profile.spread:.2f} times their minimum",
-        caption_justify="left",
-    )
-    for column in ("of a draft step, in ms", "attention", "MLP", "head", "rest", "in all", "of a plain step"):
-        table.add_column(column, justify="left" if column.startswith("of a draft") else "right")
+    rows = [["of a draft step, in ms", "attention", "MLP", "head", "rest", "in all", "of a plain step"]]
     for name in profile.mlp:
         precision = None if name == "keep" else PrecisionConfig(default=name, head=name)
         step = profile.draft_step(SelfSpeculativeConfig(precision=precision))
-        table.add_row(
-            "as loaded" if name == "keep" else name,
-            f"{profile.attention[name][0] * MS:.3f}",
-            f"{profile.mlp[name] * MS:.3f}",
-            f"{profile.head[name] * MS:.2f}",
-            f"{profile.overhead[name] * MS:.2f}",
-            f"{step * MS:.1f}",
-            f"{step / plain:.2f}",
+        rows.append(
+            [
+                "as loaded" if name == "keep" else name,
+                f"{profile.attention[name][0] * MS:.3f}",
+                f"{profile.mlp[name] * MS:.3f}",
+                f"{profile.head[name] * MS:.2f}",
+                f"{profile.overhead[name] * MS:.2f}",
+                f"{step * MS:.1f}",
+                f"{step / plain:.2f}",
+            ]
         )
-    return table
+    title = f"A plain step takes {plain * MS:.1f} ms after {profile.contexts[0]} tokens"
+    caption = f"{profile.measured_on}; passes took a median of {profile.spread:.2f} times their minimum"
+    return _table(console, title, rows, caption)
 
 
-def _attention_table(profile: CostProfile) -> Table:
+def _attention_table(profile: CostProfile, console: Console) -> RenderableType:
     """Build the table of attention and a plain step by context length."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, title="One attention sub-layer by context", title_justify="left")
-    table.add_column("tokens")
-    for context in profile.contexts:
-        table.add_column(str(context), justify="right")
-    table.add_row("ms", *(f"{seconds * MS:.3f}" for seconds in profile.attention["keep"]))
-    table.add_row("plain step, ms", *(f"{seconds * MS:.1f}" for seconds in profile.plain_step))
-    return table
+    rows = [
+        ["tokens", *map(str, profile.contexts)],
+        ["ms", *(f"{seconds * MS:.3f}" for seconds in profile.attention["keep"])],
+        ["plain step, ms", *(f"{seconds * MS:.1f}" for seconds in profile.plain_step)],
+    ]
+    return _table(console, "One attention sub-layer by context", rows)
 
 
-def _verify_table(profile: CostProfile) -> Table:
+def _verify_table(profile: CostProfile, console: Console) -> RenderableType:
     """Build the table of the cost of verifying n tokens."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     verify = dict(profile.verify)
     shown = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n in verify]
-    table = Table(box=SIMPLE_HEAD, title="Verifying n tokens, of a plain step", title_justify="left")
-    table.add_column("n")
-    for n in shown:
-        table.add_column(str(n), justify="right")
-    table.add_row("v(n)", *(f"{verify[n] / profile.plain_step[0]:.2f}" for n in shown))
-    return table
+    rows = [["n", *map(str, shown)], ["v(n)", *(f"{verify[n] / profile.plain_step[0]:.2f}" for n in shown)]]
+    return _table(console, "Verifying n tokens, of a plain step", rows)
