@@ -19,7 +19,8 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +32,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils, modeling_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ...config import SkipConfig
 from ...support.forks import ForkSafeRLock, undone_in_child
 from ...support.versions import CACHE
-from .expert_layers import experts_of, own_experts, run_experts
+from ..structure.skip_mode import SkipMode
+from .expert_layers import experts_of, run_experts
 from .fx_graph import CapturedPass
 
 if TYPE_CHECKING:
@@ -256,6 +259,14 @@ class _PretendLayer(CacheLayerMixin):
         return -1
 
 
+def _are_of_experts(shapes: Sequence[torch.Size]) -> bool:
+    """Tell whether these are the shapes of hidden states `(n, H)`, chosen experts `(n, k)` and their weights."""
+    if len(shapes) != 3 or any(len(shape) != 2 for shape in shapes):
+        return False
+    hidden, chosen, weights = shapes
+    return chosen == weights and chosen[0] == hidden[0]
+
+
 _LOCK = ForkSafeRLock()
 
 
@@ -359,23 +370,22 @@ def capture_pass(
         return result, None
 
     def experts(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs or len(args) != 3 or not all(isinstance(argument, torch.Tensor) for argument in args):
-            raise CannotCapture(f"{type(module).__name__} is called in an unknown way")
-        hidden, chosen, weights = args
-        if hidden.ndim != 2 or chosen.ndim != 2 or chosen.shape != weights.shape or len(chosen) != len(hidden):
-            raise CannotCapture(f"{type(module).__name__} is called with unsupported shapes")
+        shapes = [argument.shape for argument in args if isinstance(argument, torch.Tensor)]
+        if kwargs or len(args) != 3 or not _are_of_experts(shapes):
+            return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
         with torch._C.DisableTorchFunction():
-            result = torch.zeros_like(hidden)
+            result = torch.zeros_like(args[0])
             made = capture.graph.call_function(run_experts, tuple(map(capture.argument, (module, *args))))
             capture.noted(made, result)
         return result
 
     # On a GPU, operations of experts are recorded one by one, and recordings are replayed.
     its_experts = experts_of(model) if device.type == "cpu" else []
+    patched = [(module, partial(experts, module)) for module in its_experts]
     with (
+        SkipMode(model, SkipConfig(), patched) if patched else nullcontext(),
         torch.inference_mode(),
         own_attention(lambda original: attention, has_masks=False),
-        own_experts(its_experts, experts),
     ):
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
         positions = torch.arange(behind, behind + length, device=device)[None]

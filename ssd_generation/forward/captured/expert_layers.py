@@ -7,9 +7,7 @@ operation, or not at all.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,19 +17,15 @@ from transformers.integrations import moe
 from ...native.codegen.compiler import why_not
 from ...native.ops.experts import ExpertWeights, NativeExperts
 from ...native.ops.kernels import NAMES
-from ...support.forks import ForkSafeRLock, undone_in_child
 from ...support.structure import modules_of
 
-__all__ = ["experts_of", "is_experts", "native_experts", "own_experts", "run_experts", "shape_of_gate"]
+__all__ = ["experts_of", "is_experts", "native_experts", "run_experts", "shape_of_gate"]
 
-_INTERFACE: Any = moe.ALL_EXPERTS_FUNCTIONS
 _DEFAULT_GATE: Any = moe._default_apply_gate
 """silu(gate) · up of the two halves, where the activation is SiLU."""
 
 _FORM = ("num_experts", "has_gate", "has_bias", "is_transposed", "down_proj")
 """Attributes of a layer of experts that runs through the interface."""
-
-_LOCK = ForkSafeRLock()
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
@@ -54,48 +48,6 @@ def run_experts(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, w
         weights: `(n, k)`.
     """
     return type(module).forward(module, hidden, chosen, weights)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def own_experts(modules: Sequence[Any], run: Callable[..., Any]) -> Iterator[None]:
-    """Replace this thread's computation of experts by a function; other threads see no difference.
-
-    Args:
-        modules: the layers of experts.
-        run: called as `run(module, hidden, chosen, weights)`.
-    """
-    owner = threading.get_ident()
-    names = {str(module.config._experts_implementation) for module in modules}
-    mapping = _INTERFACE._local_mapping
-    with _LOCK:
-        before = {name: mapping.get(name) for name in names}
-
-        def made(name: str, known: Callable[..., Any] | None) -> Callable[..., Any]:
-            def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() == owner:
-                    return run(module, *args, **kwargs)
-                if known is not None:
-                    return known(module, *args, **kwargs)
-                if name in _INTERFACE._global_mapping:
-                    return _INTERFACE._global_mapping[name](module, *args, **kwargs)
-                return type(module).forward.__wrapped__(module, *args, **kwargs)  # type: ignore[attr-defined]
-
-            return forward
-
-        def restore() -> None:
-            for name, known in before.items():
-                if known is None:
-                    mapping.pop(name, None)
-                else:
-                    mapping[name] = known
-
-        with undone_in_child(restore):
-            try:
-                for name, known in before.items():
-                    mapping[name] = made(name, known)
-                yield
-            finally:
-                restore()
 
 
 def native_experts(module: nn.Module, activation: torch.dtype | None = None) -> NativeExperts | None:

@@ -34,6 +34,10 @@ _SHARE = 4096
 """Elements between two layers that are worth a separate part of the work."""
 
 
+_LARGEST = torch.finfo(torch.float32).max
+"""Bound on factors, which kernels read as float32 numbers."""
+
+
 class _No(Exception):
     """There is no kernel for this node."""
 
@@ -142,7 +146,7 @@ class _List:
                 raise _No
             operands = [one.operand(), other.operand()]
             self._step(node, "add", operands, shape, [one.like.numel() // self.rows])
-        elif target is operator.mul and isinstance(args[1], (int, float)):
+        elif target is operator.mul and isinstance(args[1], (int, float)) and abs(args[1]) < _LARGEST:
             x = self._value(args[0])
             if not x.is_whole or x.like.numel() % self.rows:
                 raise _No

@@ -163,7 +163,8 @@ def forward_of_experts(module: Any, fits: Callable[[torch.Tensor], bool]) -> Cal
         if len(args) == 3 and not kwargs and all(isinstance(argument, torch.Tensor) for argument in args):
             hidden, chosen, weights = args
             is_known = hidden.ndim == chosen.ndim == 2 and len(chosen) == len(hidden) and hidden.dtype is dtype
-            if is_known and weights.dtype in (dtype, torch.float32) and fits(chosen):
+            is_known = is_known and chosen.shape == weights.shape and weights.dtype in (dtype, torch.float32)
+            if is_known and fits(chosen):
                 held, its_place = _held(module)
                 if its_place == place:
                     output = kernel(hidden, chosen, weights)
