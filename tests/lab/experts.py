@@ -172,8 +172,8 @@ def measure_layers(model: Any, repeats: int) -> list[dict[str, Any]]:
     rows = []
     torchs: float | None = 0.0
     for layer in layers:
-        for weights in layer.parameters(recurse=False):
-            float(weights.sum())  # memory that was just written is slow when it is first read
+        for parameter in layer.parameters(recurse=False):
+            parameter.detach().sum()  # memory that was just written is slow when it is first read
     for tokens in _TOKENS:
         x = torch.randn((tokens, model.config.hidden_size), device="cpu").to(dtype)
         weights = torch.rand((tokens, slots), device="cpu").to(dtype)
