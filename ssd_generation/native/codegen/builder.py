@@ -285,6 +285,15 @@ class Module:
             return b.bitcast(b.shl(b.zext(value, of(I32)), ir.Constant(of(I32), places)), of(FLOAT))
         return b.fpext(value, of(FLOAT)) if self.activation == "float16" else value
 
+    def activations(self, b: Any, address: Any, place: Any, count: Any) -> Any:
+        """Load 16 activations from a place on, or `count` of them and zeros, as float32."""
+        kind = STORED[self.activation]
+        return self.floats(b, self.load(b, self.at(b, address, place, kind), kind, count), self.activation)
+
+    def silu(self, b: Any, x: Any) -> Any:
+        """Compute x / (1 + e^−x), rounded to an activation."""
+        return self.rounded(b, b.fdiv(x, b.fadd(splat(FLOAT, 1.0), self.exp(b, b.fneg(x)))))
+
     def exp(self, b: Any, x: Any) -> Any:
         """Compute e^x to two units in the last place: 2ⁿ · e^r, |r| ≤ ln 2 / 2, Cephes' polynomial (Moshier, expf.c).
 

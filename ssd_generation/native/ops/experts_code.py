@@ -89,10 +89,6 @@ class _Experts(Module):
         super().__init__(f"experts_{what}_{activation}", activation)
         self._kind, self._weights = STORED[activation], weights
 
-    def _of(self, b: Any, address: Any, place: Any, count: Any) -> Any:
-        """Load 16 activations, or `count` of them and zeros, as float32."""
-        return self.floats(b, self.load(b, self.at(b, address, place, self._kind), self._kind, count), self.activation)
-
     def sort(self) -> None:
         """Make the plan; the record: the chosen experts `(n, k)` (64-bit), the plan, k, E."""
         b, task = self.kernel()
@@ -141,7 +137,7 @@ class _Experts(Module):
         plan = _Plan(task.operand(b, 6), experts, b.mul(task.entry(b, 0), slots))
         with self._blocks(b, task, _load(b, plan.total(b)), columns) as (place, k, left):
             token = b.sdiv(_load(b, plan.pair(b, place)), slots)
-            values = self._of(b, self.at(b, x, b.mul(token, columns), self._kind), k, left)
+            values = self.activations(b, self.at(b, x, b.mul(token, columns), self._kind), k, left)
             self.store_many(b, values, self.at(b, y, b.add(b.mul(place, columns), k), self._kind), left)
         b.ret_void()
 
@@ -156,10 +152,11 @@ class _Experts(Module):
         plan = _Plan(task.operand(b, 6), experts, b.mul(task.entry(b, 0), slots))
         with self._blocks(b, task, _load(b, plan.total(b)), columns) as (place, k, left):
             gate = self.at(b, x, b.mul(b.mul(place, columns), integer(2)), self._kind)
-            value = self._of(b, gate, k, left)
-            up = self._of(b, gate, b.add(columns, k), left)
-            silu = self.rounded(b, b.fdiv(value, b.fadd(splat(FLOAT, 1.0), self.exp(b, b.fneg(value)))))
-            self.store_many(b, b.fmul(silu, up), self.at(b, y, b.add(b.mul(place, columns), k), self._kind), left)
+            value = self.activations(b, gate, k, left)
+            up = self.activations(b, gate, b.add(columns, k), left)
+            self.store_many(
+                b, b.fmul(self.silu(b, value), up), self.at(b, y, b.add(b.mul(place, columns), k), self._kind), left
+            )
         b.ret_void()
 
     def combine(self) -> None:
@@ -184,7 +181,7 @@ class _Experts(Module):
                     weight = b.load(self.at(b, weights, pair, of_weight), typ=of_weight)
                     factor = self.spread(b, self._wide(b, weight))
                     its_x = self.at(b, x, b.mul(place, columns), self._kind)
-                    product = b.fmul(self._of(b, its_x, k, left), factor)
+                    product = b.fmul(self.activations(b, its_x, k, left), factor)
                     if self._weights == self.activation:
                         product = self.rounded(b, product)
                     added, end = b.fadd(before, product), b.block
@@ -345,7 +342,7 @@ class _Columns(Module):
         w, x, sums, stride, x_stride, depth, width = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
         step = tile * LANES
-        many = b.and_(width, integer(-step)) if step & (step - 1) == 0 else b.sub(width, b.srem(width, integer(step)))
+        many = b.and_(width, integer(-step))  # a power of two
         whole = b.and_(width, integer(-LANES))
         arguments = w, x, sums, stride, x_stride, depth
         for start, end, vectors in ((integer(0), many, tile), (many, whole, 1), (whole, width, 0)):

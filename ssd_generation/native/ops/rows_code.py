@@ -20,10 +20,6 @@ class _Rows(Module):
         super().__init__(f"rows_{activation}", activation)
         self._kind = STORED[activation]
 
-    def _of(self, b: Any, address: Any, place: Any, count: Any) -> Any:
-        """Load 16 activations, or `count` of them and zeros, as float32."""
-        return self.floats(b, self.load(b, self.at(b, address, place, self._kind), self._kind, count), self.activation)
-
     def norm(self) -> None:
         """Compute RMSNorm, w · (x / √(mean(x²) + ε)), with the quotient rounded first.
 
@@ -39,15 +35,15 @@ class _Rows(Module):
             its_y = self.at(b, y, b.mul(row, columns), self._kind)
             sums = [splat(FLOAT, 0.0)]
             with self.loop(b, integer(0), columns, integer(LANES), sums) as (k, carried):
-                values = self._of(b, its_x, k, b.sub(columns, k))
+                values = self.activations(b, its_x, k, b.sub(columns, k))
                 carried[0] = self.fma(b, values, values, carried[0])
             mean = b.fdiv(self.sum(b, sums[0]), b.sitofp(columns, FLOAT))
             root = self.call(b, "llvm.sqrt.f32", FLOAT, b.fadd(mean, epsilon))
             factor = self.spread(b, b.fdiv(ir.Constant(FLOAT, 1.0), root))
             with self.loop(b, integer(0), columns, integer(LANES), []) as (k, _):
                 left = b.sub(columns, k)
-                normed = self.rounded(b, b.fmul(self._of(b, its_x, k, left), factor))
-                scaled = b.fmul(self._of(b, weight, k, left), normed)
+                normed = self.rounded(b, b.fmul(self.activations(b, its_x, k, left), factor))
+                scaled = b.fmul(self.activations(b, weight, k, left), normed)
                 self.store_many(b, scaled, self.at(b, its_y, k, self._kind), left)
         b.ret_void()
 
@@ -66,10 +62,11 @@ class _Rows(Module):
             its_y = self.at(b, y, b.mul(row, columns), self._kind)
             with self.loop(b, first, end, integer(LANES), []) as (k, _):
                 left = b.sub(end, k)
-                value = self._of(b, its_gate, k, left)
-                sigmoid = b.fadd(splat(FLOAT, 1.0), self.exp(b, b.fneg(value)))
-                silu = self.rounded(b, b.fdiv(value, sigmoid))
-                self.store_many(b, b.fmul(silu, self._of(b, its_up, k, left)), self.at(b, its_y, k, self._kind), left)
+                value = self.activations(b, its_gate, k, left)
+                silu = self.silu(b, value)
+                self.store_many(
+                    b, b.fmul(silu, self.activations(b, its_up, k, left)), self.at(b, its_y, k, self._kind), left
+                )
         b.ret_void()
 
     def add(self) -> None:
@@ -79,7 +76,7 @@ class _Rows(Module):
         first, end = self._columns(b, task, b.mul(columns, task.entry(b, 0)))
         with self.loop(b, first, end, integer(LANES), []) as (k, _):
             left = b.sub(end, k)
-            total = b.fadd(self._of(b, one, k, left), self._of(b, other, k, left))
+            total = b.fadd(self.activations(b, one, k, left), self.activations(b, other, k, left))
             self.store_many(b, total, self.at(b, y, k, self._kind), left)
         b.ret_void()
 
@@ -91,7 +88,7 @@ class _Rows(Module):
         first, end = self._columns(b, task, b.mul(columns, task.entry(b, 0)))
         with self.loop(b, first, end, integer(LANES), []) as (k, _):
             left = b.sub(end, k)
-            self.store_many(b, b.fmul(self._of(b, x, k, left), factors), self.at(b, y, k, self._kind), left)
+            self.store_many(b, b.fmul(self.activations(b, x, k, left), factors), self.at(b, y, k, self._kind), left)
         b.ret_void()
 
     @staticmethod
@@ -123,10 +120,10 @@ class _Rows(Module):
                 with self.loop(b, integer(0), half, integer(LANES), []) as (k, _):
                     left = b.sub(half, k)
                     upper = b.add(k, half)
-                    first_half, second = self._of(b, its_x, k, left), self._of(b, its_x, upper, left)
+                    first_half, second = self.activations(b, its_x, k, left), self.activations(b, its_x, upper, left)
                     for place, straight, turned in ((k, first_half, b.fneg(second)), (upper, second, first_half)):
-                        one = self.rounded(b, b.fmul(straight, self._of(b, its_cos, place, left)))
-                        other = self.rounded(b, b.fmul(turned, self._of(b, its_sin, place, left)))
+                        one = self.rounded(b, b.fmul(straight, self.activations(b, its_cos, place, left)))
+                        other = self.rounded(b, b.fmul(turned, self.activations(b, its_sin, place, left)))
                         self.store_many(b, b.fadd(one, other), self.at(b, its_y, place, self._kind), left)
         b.ret_void()
 
