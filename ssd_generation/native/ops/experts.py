@@ -115,7 +115,7 @@ class NativeExperts:
         return second[0](None, self.gate(opened), weights, plan)  # type: ignore[no-any-return]
 
     def let_go(self) -> None:
-        """Hold the weights no longer: whoever calls this layer holds them."""
+        """Hold the weights no longer: the caller of this layer holds them."""
         self._up.held = self._down.held = ()
 
     def _made(self, tokens: int, slots: int, kind: torch.dtype) -> tuple[KernelList, ...]:
