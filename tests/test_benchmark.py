@@ -132,8 +132,8 @@ def test_memory_is_counted_by_live_tensors() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_are_counted_by_their_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_LARGE", 1 << 12)
-    # Heads of 16 numbers: whole vectors on any processor, so torch computes cosines alike at every position.
-    sizes = {"hidden_size": 96, "intermediate_size": 64, "vocab_size": 128, "head_dim": 16}
+    # Heads of 32 numbers: whole vectors on any processor, so torch computes cosines alike at every position.
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "vocab_size": 128, "head_dim": 32}
     model = enable_self_speculative(tiny_model(**sizes).to(dtype))
     # Each reading of the clock is a second after the last, so anything timed once takes one second.
     monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=itertools.count(0.0, 1.0).__next__))

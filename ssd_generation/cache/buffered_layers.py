@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as _StatesAndKeys
 
 from .own_lists import ListedStates, lists_of
 from .recurrent import crop_attention, fork_states, keeps_states
@@ -22,6 +29,7 @@ from .recurrent import crop_attention, fork_states, keeps_states
 __all__ = [
     "BufferedLayer",
     "BufferedSlidingLayer",
+    "BufferedStatesLayer",
     "DraftCache",
     "FixedLayer",
     "GhostLayer",
@@ -185,6 +193,38 @@ class FixedLayer(BufferedLayer):
 
     def move_rows(self, moves: Sequence[int], slots: int) -> None:
         """Do nothing: the slots of this layer are not the text's."""
+
+
+class BufferedStatesLayer(_StatesAndKeys, BufferedLayer):
+    """A layer of recurrent states and of keys and values, which appends these in place."""
+
+    has_known_states = True
+
+    def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
+        BufferedLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    @classmethod
+    def of(cls, layer: Any) -> BufferedStatesLayer:
+        """Return a layer with the states of another one, and without keys and values."""
+        made = cls(layer.number_of_states)
+        _give_states(layer, made)
+        return made
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        kind: Any = BufferedLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove keys and values of the last tokens; states are restored from a checkpoint."""
+        BufferedLayer.crop(self, tokens_to_remove)
+
+
+def _give_states(source: Any, target: Any) -> None:
+    """Make a layer hold the states of another one, the same tensors."""
+    for name in vars(LinearAttentionLayer(number_of_states=source.number_of_states)):
+        if name not in ("dtype", "device"):
+            setattr(target, name, getattr(source, name))
 
 
 class BufferedSlidingLayer(BufferedLayer):
@@ -485,6 +525,8 @@ def add_buffers(cache: Cache, history: int = 0) -> None:
         new: BufferedLayer
         if type(layer) is DynamicLayer:
             new = BufferedLayer()
+        elif type(layer) is _StatesAndKeys:
+            new = BufferedStatesLayer.of(layer)
         elif type(layer) is DynamicSlidingWindowLayer:
             new = BufferedSlidingLayer(layer.sliding_window, history)
             new.cumulative_length = layer.cumulative_length
@@ -504,7 +546,7 @@ def append_written(cache: Cache, tokens: int) -> None:
     """
     layers: list[Any] = cache.layers
     for layer in layers:
-        if isinstance(layer, FixedLayer):
+        if isinstance(layer, FixedLayer) or not isinstance(layer, BufferedLayer):
             continue
         layer.end += tokens
         if isinstance(layer, BufferedSlidingLayer):
@@ -534,6 +576,9 @@ def drop_buffers(cache: Cache) -> None:
             continue
         if isinstance(layer, BufferedSlidingLayer):
             plain = DynamicSlidingWindowLayer(layer.sliding_window)
+        elif isinstance(layer, BufferedStatesLayer):
+            plain = _StatesAndKeys(layer.number_of_states)
+            _give_states(layer, plain)
         else:
             plain = DynamicLayer()
         if layer.is_initialized and layer.keys is not None and layer.values is not None:

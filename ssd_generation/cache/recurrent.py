@@ -27,13 +27,16 @@ __all__ = [
     "NoRoomForStates",
     "crop_attention",
     "fork_states",
+    "has_no_keys",
     "has_states",
+    "has_states_alone",
     "is_known",
     "keeps_states",
     "knows_its_length",
     "layers_of_states",
     "layers_without_keys",
     "slots_of",
+    "states_in",
     "usual_layers",
 ]
 
@@ -65,7 +68,36 @@ def keeps_states(layer: Any) -> bool:
 
 def is_known(layer: Any) -> bool:
     """Tell whether the states of a layer can be copied and restored here."""
-    return type(layer) in _KNOWN and isinstance(layer.recurrent_states, dict) and isinstance(layer.conv_states, dict)
+    known = type(layer) in _KNOWN or getattr(type(layer), "has_known_states", False)
+    return known and isinstance(layer.recurrent_states, dict) and isinstance(layer.conv_states, dict)
+
+
+def has_no_keys(layer: Any) -> bool:
+    """Tell whether a layer is for a layer of the model that stores nothing, or holds states that can be copied here.
+
+    These are states of a text that has begun, without keys and values beside them.
+    """
+    if type(layer) is getattr(cache_utils, "DummyLayer", None):
+        return True
+    return (
+        is_known(layer)
+        and not isinstance(layer, CacheLayerMixin)
+        and all(map(layer.has_previous_state.get, range(layer.number_of_states)))
+    )
+
+
+def states_in(layer: Any) -> tuple[torch.Tensor, ...]:
+    """Return the states of a layer of a cache: those of convolutions, then the recurrent ones."""
+    if not keeps_states(layer) or not is_known(layer):
+        return ()
+    held = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return tuple(state for state in held if state is not None)
+
+
+def has_states_alone(model: PreTrainedModel) -> bool:
+    """Tell whether the cache of a model holds states, and no keys."""
+    layers = usual_layers(model)
+    return any(map(keeps_states, layers)) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 def usual_layers(model: PreTrainedModel) -> list[Any]:
@@ -152,6 +184,9 @@ def crop_attention(cache: Cache, slots: int) -> None:
                 layer.crop(slots - layer.get_seq_length())
         elif _has_window(layer):
             continue
+        elif getattr(type(layer), "has_known_states", False):
+            if layer.get_seq_length() > slots:
+                layer.crop(slots - layer.get_seq_length())
         elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.numel():
             layer.keys, layer.values = layer.keys[..., :slots, :], layer.values[..., :slots, :]
 

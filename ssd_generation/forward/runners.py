@@ -50,6 +50,23 @@ class Passed(NamedTuple):
     is_batch_invariant: bool
 
 
+def _with_owed(
+    tokens: torch.Tensor, positions: torch.Tensor | None, context: Context
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Prepend the tokens that were committed since the checkpoint of recurrent states, which a pass is to repeat."""
+    checkpoint = context.checkpoint
+    if checkpoint is None:
+        return tokens, positions
+    owed = checkpoint.begin(context.cache, context.length, may_fail=tokens.shape[1] > 1)
+    if owed is not None:
+        tokens = torch.cat((owed, tokens), dim=1)
+        if positions is not None:
+            steps = torch.arange(-owed.shape[1], positions.shape[-1], device=positions.device)
+            positions = positions[..., :1] + steps.to(positions)
+    checkpoint.passed(tokens)
+    return tokens, positions
+
+
 def _at_once(run: Callable[[], None]) -> None:
     run()
 
@@ -91,7 +108,7 @@ class EagerRunner:
             through: function that calls the model, such as to time it.
         """
         new, positions = tokens.shape[1], context.positions_of(tokens.shape[1])
-        tokens, positions = self._with_owed(tokens, positions, context)
+        tokens, positions = _with_owed(tokens, positions, context)
         inputs = self._inputs(tokens, positions, new, context, whole)
         lengths = None if context.has_been_passed else [getattr(layer, "end", 0) for layer in context.cache.layers]
         outputs: Any = None
@@ -117,22 +134,6 @@ class EagerRunner:
             context.has_been_passed = True
             fix_unwritten(context.cache, lengths)
         return Passed(outputs, False)
-
-    def _with_owed(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None, context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Prepend the tokens that were committed since the checkpoint of recurrent states."""
-        checkpoint = context.checkpoint
-        if checkpoint is None:
-            return tokens, positions
-        owed = checkpoint.begin(context.cache, context.length, may_fail=tokens.shape[1] > 1)
-        if owed is not None:
-            tokens = torch.cat((owed, tokens), dim=1)
-            if positions is not None:
-                steps = torch.arange(-owed.shape[1], positions.shape[-1], device=positions.device)
-                positions = positions[..., :1] + steps.to(positions)
-        checkpoint.passed(tokens)
-        return tokens, positions
 
     def _inputs(
         self,
@@ -231,6 +232,8 @@ class CapturedRunner:
         if positions is None:
             positions = torch.full((1, 1), context.length, device=tokens.device)
         positions = positions + torch.arange(tokens.shape[1], device=tokens.device)
+        if context.checkpoint is not None:
+            return self._with_states(tokens, positions, context, places)
         if going is None or len(going) in (0, len(tokens)):
             return self._captured.run(context.cache, tokens, positions, texts=places)
         rows = torch.tensor(going, device=tokens.device)
@@ -241,6 +244,21 @@ class CapturedRunner:
         logits = found.new_zeros((len(tokens), *found.shape[1:]))
         logits[rows] = found
         return logits
+
+    def _with_states(
+        self, tokens: torch.Tensor, positions: torch.Tensor, context: Context, places: Sequence[TextPlace]
+    ) -> torch.Tensor | None:
+        """Return `_logits` of a pass that goes on from a checkpoint of recurrent states."""
+        assert self._captured is not None and context.checkpoint is not None
+        count = tokens.shape[1]
+        in_all = context.checkpoint.owed(context.length) + count
+        if not self._captured.can_run(context.cache, in_all * len(tokens), places):
+            return None
+        tokens, repeated = _with_owed(tokens, positions, context)
+        assert repeated is not None
+        logits = self._captured.run(context.cache, tokens, repeated, texts=places)
+        assert logits is not None
+        return logits[:, -count:]
 
 
 class GraphRunner:

@@ -1,6 +1,7 @@
 """Description of a KV cache for JIT-compiled kernels: a table of numbers, whose layout is defined here.
 
-The table consists of `HEADER`, then the `FIELDS` of each layer, then the `TEXT_FIELDS` of each text of the pass.
+The table consists of `HEADER`, then the `FIELDS` of each layer, then the `TEXT_FIELDS` of each text of the pass, then the
+addresses of recurrent states.
 Nothing here needs llvmlite.
 """
 
@@ -18,9 +19,10 @@ HEADER = ("tokens", "ahead", "tokens per text", "texts")
 """Number of tokens of the pass; number of tokens of each text before them that the layers' ends do not count; number of
 tokens of the pass per text; and the index in the table at which the texts' fields begin."""
 
-FIELDS = ("keys", "values", "key head", "value head", "end", "window", "key row", "value row", "dropped")
+FIELDS = ("keys", "values", "key head", "value head", "end", "window", "key row", "value row", "dropped", "states")
 """Fields of a layer: addresses; strides from a head to the next, in numbers; the first free slot; tokens that a token
-sees, 0 for all; strides from a row of the cache to the next; and number of slots of a text no longer in the layer."""
+sees, 0 for all; strides from a row of the cache to the next; number of slots of a text no longer in the layer; and the
+index in the table at which the addresses of its states begin."""
 
 TEXT_FIELDS = ("row", "start")
 
@@ -50,6 +52,7 @@ class LayerPlace(NamedTuple):
         end: the first free slot.
         window: tokens that a token sees; `None`: all.
         dropped: slots of each text that are no longer in the layer.
+        states: recurrent states `(rows, …)` of the layer, without gaps.
     """
 
     keys: torch.Tensor | None
@@ -57,11 +60,16 @@ class LayerPlace(NamedTuple):
     end: int
     window: int | None
     dropped: int
+    states: tuple[torch.Tensor, ...] = ()
 
-    def fields(self) -> list[int]:
-        """Return the layer's `FIELDS`."""
+    def fields(self, first: int) -> list[int]:
+        """Return the layer's `FIELDS`.
+
+        Args:
+            first: index in the table at which the addresses of its states begin.
+        """
         if self.keys is None or self.values is None:
-            return [0] * len(FIELDS)
+            return [*[0] * (len(FIELDS) - 1), first]
         states = self.keys, self.values
         return [
             *(x.data_ptr() for x in states),
@@ -70,6 +78,7 @@ class LayerPlace(NamedTuple):
             self.window or 0,
             *(x.stride(0) for x in states),
             self.dropped,
+            first,
         ]
 
 
@@ -81,6 +90,12 @@ def cache_table(counts: Sequence[int], layers: Sequence[LayerPlace], texts: Sequ
         layers: layers of the cache.
         texts: texts of the pass.
     """
-    fields = [number for layer in layers for number in layer.fields()]
-    numbers = [*counts, len(HEADER) + len(fields), *fields, *(number for text in texts for number in text)]
+    of_texts = len(HEADER) + len(FIELDS) * len(layers)
+    at = of_texts + len(TEXT_FIELDS) * len(texts)
+    fields: list[int] = []
+    states: list[int] = []
+    for layer in layers:
+        fields += layer.fields(at + len(states))
+        states += [state.data_ptr() for state in layer.states]
+    numbers = [*counts, of_texts, *fields, *(number for text in texts for number in text), *states]
     return (ctypes.c_int64 * len(numbers))(*numbers)

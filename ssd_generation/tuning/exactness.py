@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache.arena import BUCKETS
 from ..cache.buffered_layers import add_buffers
+from ..cache.recurrent import has_states
 from ..forward.captured.batch_invariance import LINEARS, NATIVE, REPLAYED, WIDTHS, BatchInvariance
 from ..forward.captured.passes import captured_target
 from ..forward.cuda_graph.graph_passes import GraphPasses
@@ -130,9 +131,12 @@ def batch_invariance_of_captured(
 
 def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
     """Decide for `batch_invariance_of_captured`, without its memory."""
-    if exactness is None and not is_free(model) and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
+    if exactness is None and not is_free(model):
+        if has_states(model):
+            return None, f"some of its attention has no kernel here; {HOW_TO_ASK}"
         # Timed before the bits are checked, which takes longer.
-        return None, f"bitwise passes would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
+        if (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
+            return None, f"bitwise passes would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
     found = certificate_of(model)
     return found.batch_invariance, found.refusal
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from ..cache.buffered_layers import add_buffers
+from ..cache.recurrent import has_states
 from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
 from ..forward.captured.expert_layers import experts_of, native_experts, run_experts
 from ..forward.captured.prompt_passes import prompt_passes
@@ -53,13 +54,13 @@ _COST = Number(0, 1e6, "a ratio of times")
 
 
 def reads_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> bool:
-    """Tell whether prompts of a model are read by captured passes.
+    """Tell whether prompts of a model are read by captured passes; those of recurrent states are not.
 
     Args:
         model: the target model.
         batch_invariance: kernel and widths of its decoding passes.
     """
-    if batch_invariance is None or batch_invariance.linear != NATIVE:
+    if batch_invariance is None or batch_invariance.linear != NATIVE or has_states(model):
         return False
     cost = prompt_cost(model, batch_invariance)
     return cost is not None and cost <= _PAYS

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...cache.recurrent import usual_layers
+from ...cache.recurrent import has_states, usual_layers
 from ..structure.positions import cut_to_table
 from ..structure.skip_mode import SkipMode
 from ..structure.weights import fingerprint
 from .capture import CannotCapture, capture_pass
 from .fx_graph import CapturedPass, at_length, of_any_length, same_pass
+from .state_steps import StatePlace, states_of
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 __all__ = ["LONGEST", "PassCapture", "Rewrites", "WholeCapture", "windows_of"]
@@ -97,28 +99,33 @@ class PassCapture:
             CannotCapture: the pass is no pure function of ids, positions and cache, or depends on the text's length.
         """
         windows = windows_of(model) if self._knows_windows else []
+        states = states_of(model) if has_states(model) else {}
         with nullcontext() if self._skip_mode is None else self._skip_mode:
             if length > 1 or self._does_one:
                 if not self._longer_known:
                     self._longer_known = True
-                    self._longer = self._of_any_length(model, windows, rewrites)
+                    self._longer = self._of_any_length(model, windows, states, rewrites)
                 if self._longer is not None:
                     return at_length(self._longer, length)
             far = cut_to_table(model, 19, length)
-            one, other = (capture_pass(model, length, behind, windows) for behind in (min(7, far - 1), far))
+            one, other = (capture_pass(model, length, behind, windows, states) for behind in (min(7, far - 1), far))
         if not same_pass(one, other):
             raise CannotCapture("the pass depends on the length of the text")
         _rewrite(one, *rewrites.alike, *rewrites.further)
         return one
 
     def _of_any_length(
-        self, model: PreTrainedModel, windows: list[int | None], rewrites: Rewrites
+        self,
+        model: PreTrainedModel,
+        windows: list[int | None],
+        states: Mapping[StatePlace, torch.Tensor],
+        rewrites: Rewrites,
     ) -> CapturedPass | None:
         def made() -> CapturedPass | None:
             with contextlib.suppress(Exception):  # such as a context that is shorter
                 longest = cut_to_table(model, LONGEST, 11)
                 lengths = ((2, 7), (3, 19), (longest, 11))
-                common = of_any_length([capture_pass(model, n, behind, windows) for n, behind in lengths])
+                common = of_any_length([capture_pass(model, n, behind, windows, states) for n, behind in lengths])
                 if common is not None:
                     _rewrite(common, *rewrites.alike)
                 return common

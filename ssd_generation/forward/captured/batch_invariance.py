@@ -20,7 +20,8 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ...cache.buffered_layers import BufferedLayer, BufferedSlidingLayer
+from ...cache.buffered_layers import BufferedLayer, BufferedSlidingLayer, BufferedStatesLayer
+from ...cache.recurrent import has_no_keys
 from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.ops.linear import native_linear
 from .cache_attention import CacheAttention
@@ -175,8 +176,9 @@ def uneven(captured: CapturedPass) -> str | None:
 
 
 def live_layers_of_any_window(cache: Cache) -> list[BufferedLayer] | None:
-    """Return the layers that a pass writes to, or `None` where one is of another kind."""
-    layers = cache.layers
-    if any(type(layer) not in (BufferedLayer, BufferedSlidingLayer) or not layer.is_initialized for layer in layers):
+    """Return the layers whose keys and values a pass writes, or `None` where one is of another kind."""
+    layers: list[Any] = [layer for layer in cache.layers if not has_no_keys(layer)]
+    kinds = BufferedLayer, BufferedStatesLayer, BufferedSlidingLayer
+    if any(type(layer) not in kinds or not layer.is_initialized for layer in layers):
         return None
-    return layers if all(layer.start == 0 for layer in layers if type(layer) is BufferedLayer) else None
+    return layers if all(layer.start == 0 for layer in layers if type(layer) is not BufferedSlidingLayer) else None

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ...cache.buffered_layers import BufferedLayer
+from ...cache.buffered_layers import BufferedLayer, BufferedStatesLayer
+from ...cache.recurrent import has_no_keys, states_in
 from ...native.cache_table import ONE_TEXT, LayerPlace, TextPlace, cache_table
 
 __all__ = ["CacheAttention", "live_layers"]
@@ -25,8 +26,8 @@ class CacheAttention:
     """
 
     __slots__ = (
-        "_begun", "_dropped", "_table", "_texts", "at", "count", "ends", "key_buffers", "mask", "value_buffers",
-        "windows",
+        "_begun", "_dropped", "_layers", "_table", "at", "count", "ends", "key_buffers", "mask", "texts",
+        "value_buffers", "windows",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -42,7 +43,8 @@ class CacheAttention:
             count: tokens of each text.
             texts: places of the texts in the cache.
         """
-        self._texts = texts
+        self.texts = texts
+        self._layers = layers
         ends = [getattr(layer, "end", 0) for layer in layers]
         self._dropped = [
             getattr(layer, "cumulative_length", end) - end for layer, end in zip(layers, ends, strict=True)
@@ -63,19 +65,26 @@ class CacheAttention:
 
     def _counts(self) -> list[int]:
         """Return the numbers of the table's header that depend on the pass."""
-        return [self.count * len(self._texts), self.at - self._begun, self.count]
+        return [self.count * len(self.texts), self.at - self._begun, self.count]
 
     def table(self) -> int:
         """Return the address of the table of the cache that JIT-compiled kernels read (native/cache_table.py)."""
         if self._table is None:
-            layers = zip(self.key_buffers, self.value_buffers, self.ends, self.windows, self._dropped, strict=True)
-            self._table = cache_table(self._counts(), [LayerPlace(*layer) for layer in layers], self._texts)
+            states = map(states_in, self._layers)
+            layers = zip(
+                self.key_buffers, self.value_buffers, self.ends, self.windows, self._dropped, states, strict=True
+            )
+            self._table = cache_table(self._counts(), [LayerPlace(*layer) for layer in layers], self.texts)
         return ctypes.addressof(self._table)
+
+    def states(self, layer: int, kind: str, index: int) -> torch.Tensor:
+        """Return a state of the cache, `(rows, …)`; arguments as in `state_steps.StatePlace`."""
+        return getattr(self._layers[layer], kind)[index]  # type: ignore[no-any-return]
 
     def let_go(self) -> None:
         """Release all tensors of a cache, which may be about to grow, or to be dropped."""
         self.key_buffers = self.value_buffers = []
-        self._table = None
+        self._layers, self._table = (), None
         self.mask.clear()
 
     def _mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
@@ -110,8 +119,9 @@ class CacheAttention:
 
 
 def live_layers(cache: Cache, skipped: frozenset[int]) -> list[BufferedLayer] | None:
-    """Return the layers that a pass writes to, or `None` where one is not of the plain kind."""
-    live = [layer for index, layer in enumerate(cache.layers) if index not in skipped]
-    if any(type(layer) is not BufferedLayer or not layer.is_initialized or layer.start != 0 for layer in live):
+    """Return the layers whose keys and values a pass writes, or `None` where one is not of the plain kind."""
+    live = [layer for index, layer in enumerate(cache.layers) if index not in skipped and not has_no_keys(layer)]
+    plain = BufferedLayer, BufferedStatesLayer
+    if any(type(layer) not in plain or not layer.is_initialized or layer.start != 0 for layer in live):
         return None
     return live

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +31,17 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils, modeling_utils
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from ...cache.recurrent import has_states_alone, layers_without_keys
 from ...config import SkipConfig
 from ...support.forks import ForkSafeRLock, undone_in_child
-from ...support.versions import CACHE
+from ...support.versions import cache_argument
 from ..structure.skip_mode import SkipMode
 from .expert_layers import experts_of, run_experts
 from .fx_graph import CapturedPass
+from .pretend_cache import CannotCapture, PretendLayer, pretend_states
+from .state_steps import STATE_OF, StatePlace, StateStep, bound_step, layers_with_steps, own_steps, run_step, state_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,10 +85,6 @@ _LITERALS = frozenset(
     {type(None), bool, int, float, complex, str, type(Ellipsis), torch.dtype, torch.device, torch.layout}
     | {torch.memory_format}
 )
-
-
-class CannotCapture(Exception):
-    """This pass cannot be captured; the message says why."""
 
 
 def _has_size_of_values(name: str, args: tuple[Any, ...]) -> bool:
@@ -140,6 +140,7 @@ class _Capture(TorchFunctionMode):
         # Results are held weakly: the model drops them as it proceeds, and all together would take much memory.
         self._nodes: Any = WeakTensorKeyDictionary()
         self._outside: dict[int, Node] = {}  # ids are valid as long as their objects live: `constants` holds these
+        self.states: dict[int, tuple[StatePlace, torch.Tensor]] = {}  # by id: states of the cache
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
         """Register a tensor as an argument of the pass."""
@@ -158,12 +159,18 @@ class _Capture(TorchFunctionMode):
             self._nodes[result] = node
         return node
 
+    def is_constant(self, node: Node) -> bool:
+        """Tell whether a node's result is the same in every pass: it is computed from what is outside alone."""
+        return node.op == "get_attr" or (node.op != "placeholder" and all(map(self.is_constant, node.all_input_nodes)))
+
     def argument(self, leaf: Any) -> Any:
         """Return what represents an argument in the graph: the node that made it, itself, or a constant's node."""
         if isinstance(leaf, torch.Tensor):
             node = self.node_of(leaf)
             if node is not None:
                 return node
+            if id(leaf) in self.states:
+                raise CannotCapture("a layer computes with its state itself")
         elif type(leaf) in _LITERALS:
             return leaf
         if id(leaf) not in self._outside:
@@ -224,41 +231,6 @@ class _Capture(TorchFunctionMode):
                     self.noted(self.graph.call_function(operator.getitem, (made, index)), entry, is_view=True)
 
 
-class _PretendLayer(CacheLayerMixin):
-    """A cache layer that claims to hold a prefix, and returns what it is given."""
-
-    is_sliding = False
-
-    def __init__(self, index: int, length: int, keys: dict[int, tuple[int, Any, Any]]) -> None:
-        super().__init__()
-        self.index = index
-        self.length = length
-        self.is_initialized = True
-        self._keys = keys
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        pass
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # New tensor objects, by which the attention recognises the layer; outside the capture.
-        with torch._C.DisableTorchFunction():
-            key, value = key_states.view_as(key_states), value_states.view_as(value_states)
-        self._keys[id(key)] = (self.index, key, key_states)
-        self._keys[id(value)] = (self.index, value, value_states)
-        return key, value
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-
 def _are_of_experts(shapes: Sequence[torch.Size]) -> bool:
     """Tell whether these are the shapes of hidden states `(n, H)`, chosen experts `(n, k)` and their weights."""
     if len(shapes) != 3 or any(len(shape) != 2 for shape in shapes):
@@ -317,6 +289,7 @@ def capture_pass(
     length: int,
     behind: int,
     windows: Sequence[int | None] = (),
+    states: Mapping[StatePlace, torch.Tensor] = MappingProxyType({}),
 ) -> CapturedPass:
     """Capture a pass over `length` tokens after a cache that holds `behind`.
 
@@ -327,6 +300,7 @@ def capture_pass(
         length: n ≥ 1.
         behind: tokens in the cache, ≥ 1. The captured pass must not depend on it: see `same_pass`.
         windows: sliding window of each layer that the attention of the captured pass knows about.
+        states: zeros in the form of each recurrent state of the cache.
 
     Raises:
         CannotCapture: the pass is not a pure function of ids, positions and cache.
@@ -335,7 +309,12 @@ def capture_pass(
     device = model.get_input_embeddings().weight.device
     capture = _Capture({id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())})
     keys: dict[int, tuple[int, Any, Any]] = {}
-    cache = Cache(layers=[_PretendLayer(index, behind, keys) for index in range(int(config.num_hidden_layers))])
+    of_states, without_keys = {place.layer for place in states}, layers_without_keys(model) if states else ()
+    layers: list[Any] = [PretendLayer(index, behind, keys) for index in range(int(config.num_hidden_layers))]
+    for index in of_states:
+        beside = None if index in without_keys else layers[index]
+        layers[index] = pretend_states(index, beside, states, length, capture.states)
+    cache = Cache(layers=layers)
 
     def attention(
         module: nn.Module,
@@ -379,26 +358,65 @@ def capture_pass(
             capture.noted(made, result)
         return result
 
+    def by_token(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer of states on a pass's tokens as rows of a batch, of one token each."""
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        result = type(module).forward(module, hidden.transpose(0, 1), *args[1:], **kwargs)
+        if not isinstance(result, tuple):
+            return result.transpose(0, 1)
+        return (result[0].transpose(0, 1), *result[1:])
+
+    def step(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state, tensors, others = bound_step(name, function, args, kwargs)
+        if id(state) not in capture.states:
+            raise CannotCapture(f"{name} is called with something other than a state of the cache")
+        with torch._C.DisableTorchFunction():
+            place, represented = capture.states[id(state)]
+            nodes = {key: capture.argument(tensor) for key, tensor in tensors.items()}
+            of_token = {key: not capture.is_constant(node) for key, node in nodes.items()}
+            # Over one token, for the form of the result.
+            first = {key: tensor[:1] if of_token[key] else tensor for key, tensor in tensors.items()}
+            result = function(**first, **{STATE_OF[name]: torch.zeros_like(states[place])}, **others)
+            gives_state = isinstance(result, tuple)
+            result = result[0] if gives_state else result
+            result = result.new_zeros((length, *result.shape[1:]))
+            form, rows = state_at(place, states), tuple(of_token.values())
+            made = StateStep(name, function, place, form, tuple(nodes), rows, tuple(sorted(others.items())))
+            node = capture.graph.call_function(run_step, (attend, capture.argument(made), *nodes.values()))
+            capture.noted(node, result, writes=True)  # into the cache, which `attend` represents
+        return (result, represented) if gives_state else result
+
     # On a GPU, operations of experts are recorded one by one, and recordings are replayed.
     its_experts = experts_of(model) if device.type == "cpu" else []
+    its_states = layers_with_steps(model) if states else []
     patched = [(module, partial(experts, module)) for module in its_experts]
+    # Those that a draft skips are replaced already.
+    patched += [(module, partial(by_token, module)) for module in its_states if "forward" not in module.__dict__]
     with (
         SkipMode(model, SkipConfig(), patched) if patched else nullcontext(),
+        own_steps(its_states, lambda name, function: partial(step, name, function)) if its_states else nullcontext(),
         torch.inference_mode(),
         own_attention(lambda original: attention, has_masks=False),
     ):
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
         positions = torch.arange(behind, behind + length, device=device)[None]
         inputs = model.prepare_inputs_for_generation(
-            ids, next_sequence_length=length, attention_mask=None, position_ids=positions, **{CACHE: cache}
+            ids,
+            next_sequence_length=length,
+            attention_mask=None,
+            position_ids=positions,
+            **{cache_argument(model): cache},
         )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = 0  # all; some models put a number of their own there
         extra = {key for key, value in inputs.items() if isinstance(value, torch.Tensor)} - _INPUTS
         if extra or not isinstance(inputs.get("input_ids"), torch.Tensor):
             raise CannotCapture(f"the model takes further tensors: {', '.join(sorted(extra))}")
-        if inputs.get("position_ids") is None:
+        counts = inputs.get("position_ids")
+        if counts is None and not has_states_alone(model):
             raise CannotCapture("the model takes no position ids")
         capture.input("ids", inputs["input_ids"])
-        capture.input("positions", inputs["position_ids"])
+        capture.input("positions", positions if counts is None else counts)
         attend = capture.noted(capture.graph.placeholder("attention"), None)
         with capture:
             logits = model(**inputs, return_dict=True).logits

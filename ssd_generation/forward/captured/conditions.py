@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from ...cache.recurrent import has_states
+from ...cache.recurrent import has_states, has_states_alone
 from ...support.model_state import Part, state_of
 from ...support.once import looked_at_once
 from ...support.structure import modules_of
@@ -83,9 +83,10 @@ def why_not_on(
     model: PreTrainedModel, device: torch.device, elsewhere: str, replaced: Collection[int] = frozenset()
 ) -> str | None:
     """Return why passes are not captured on a device; `elsewhere` where a weight is not on it."""
-    if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
+    implementation = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    if implementation != "sdpa" and not has_states_alone(model):
         return "its attention implementation is not sdpa"
-    if has_states(model):
+    if has_states(model) and device.type != "cpu":
         return "it has recurrent states"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"

@@ -69,6 +69,58 @@ class CapturedPass:
         value = self.constants.get(node.target) if isinstance(node, Node) and node.op == "get_attr" else None
         return value if isinstance(value, torch.Tensor) else None
 
+    def computed_constant(self, node: Any, as_float: bool = False) -> torch.Tensor | None:
+        """Return what a node gives where it is computed from a single weight; `None` where it is from anything else.
+
+        A view of the weight is returned as such. Anything else is a copy, which holds each number once that is the same
+        along a dimension, and which is computed anew when the weight changes.
+
+        Args:
+            node: a node of the graph.
+            as_float: whether to convert it to float32.
+        """
+        weights: set[Any] = set()
+
+        def leaves(one: Any) -> bool:
+            if one.op == "get_attr":
+                weights.add(one)
+                return self.constant(one) is not None
+            return one.op in ("call_function", "call_method") and all(map(leaves, one.all_input_nodes))
+
+        if not isinstance(node, Node) or not leaves(node) or len(weights) != 1:
+            return None
+        leaf = weights.pop()
+        weight = self.constants[leaf.target].detach()
+
+        def value(one: Any, of: torch.Tensor) -> Any:
+            if one is leaf:
+                return of
+            args, kwargs = map_aggregate(
+                (one.args, one.kwargs), lambda entry: value(entry, of) if isinstance(entry, Node) else entry
+            )
+            return (
+                one.target(*args, **kwargs)
+                if one.op == "call_function"
+                else getattr(args[0], one.target)(*args[1:], **kwargs)
+            )
+
+        def compact(of: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = value(node, of)
+            for dim, stride in enumerate(found.stride()):
+                if not stride and found.shape[dim]:
+                    found = found.narrow(dim, 0, 1)
+            return found.float() if as_float else found
+
+        with torch.no_grad():
+            whole = value(node, weight)
+            if not isinstance(whole, torch.Tensor):
+                return None
+            held = compact(weight)
+            if held.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+                held = held.contiguous()
+                self.copied_weights.append(CopiedWeight(weight, held, compact))
+            return held.expand(whole.shape)
+
     def add_constant(self, name: str, value: torch.Tensor, before: Node) -> Any:
         """Add a node for a constant of the rewrites' own; a number is appended to its name."""
         name = f"{name}_{len(self.constants)}"

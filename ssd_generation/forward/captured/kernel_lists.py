@@ -17,18 +17,55 @@ from torch.fx import Node
 from ...native.ops.experts import NativeExperts
 from ...native.ops.kernels import NAMES, bits_of, flags, kernel
 from ...native.ops.linear import NativeLinear
+from ...native.ops.pointwise import NoKernel as _No
+from ...native.ops.pointwise import Part, likeness, mean_step, pointwise_step
 from ...native.ops.rows import gated_silu, rms_norm, rotary
+from ...native.ops.states import STEPS
 from ...native.sequence import Block, Operand, Step, make_list
 from ..copies.low_bit import LowBitCopy
 from .fx_graph import CapturedPass
 from .rewrites import written_nodes
+from .state_steps import StateStep, run_step
 
 __all__ = ["use_kernel_lists"]
 
-_NAMES = "view reshape transpose unsqueeze squeeze permute contiguous flatten unflatten narrow to"
+_NAMES = (
+    "view reshape transpose unsqueeze squeeze permute contiguous flatten unflatten narrow to float expand split chunk"
+)
 _VIEWS = frozenset(_NAMES.split())
-"""Methods whose result may share the memory of their argument; torch says whether it does."""
+"""Operations whose result may share the memory of their argument; torch says whether it does."""
 
+_POINTWISE = {
+    **{
+        name: name
+        for name in [
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "neg",
+            "exp",
+            "sigmoid",
+            "silu",
+            "softplus",
+            "rsqrt",
+            "relu",
+            "square",
+            "to",
+        ]
+    },
+    "truediv": "div",
+    "float": "to",
+    "type_as": "to",
+}
+"""Elementwise operations that there are kernels for, by the name of torch's function."""
+
+_OPERANDS = {"add": 2, "sub": 2, "mul": 2, "div": 2}
+"""Number of operands of those with more than one."""
+
+
+_OF_SCANS = ("A", "D", "dt_bias")
+"""Weights of a selective scan, which its kernel reads as float32."""
 
 _SHARE = 4096
 """Elements between two layers that are worth a separate part of the work."""
@@ -38,23 +75,8 @@ _LARGEST = torch.finfo(torch.float32).max
 """Bound on factors, which kernels read as float32 numbers."""
 
 
-class _No(Exception):
-    """There is no kernel for this node."""
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A part of a block, and a tensor without memory that has its shape and strides, in a storage like the block's."""
-
-    block: Block
-    like: torch.Tensor
-
-    @property
-    def is_whole(self) -> bool:
-        return self.like.is_contiguous()
-
-    def operand(self) -> Operand:
-        return Operand(self.block, int(self.like.storage_offset()))
+class _Value(Part):
+    """Part of a block, as a result of the list or an input of it."""
 
     def rows_and_stride(self, rows: int) -> tuple[int, int]:
         """Return the columns of each of its `rows` rows, and the numbers from one row to the next."""
@@ -94,13 +116,28 @@ class _List:
         return True
 
     def _take(self, captured: CapturedPass, node: Any) -> None:
-        target, args = node.target, node.args
-        if node.op == "call_method" and target == "attend":
+        if node.op == "call_method" and node.target == "attend":
             self._attend(node)
-        elif node.op == "call_method" or target is operator.getitem:
-            self._view(node)
-            return  # no kernel
-        elif isinstance(target, NativeLinear):
+        elif node.target is run_step:
+            self._state(captured, node)
+        else:
+            name = _name_of(node)
+            if node.target is operator.getitem or name in _VIEWS:
+                try:
+                    self._view(node, name)
+                    return  # no kernel
+                except _No:
+                    pass
+            try:
+                self._fused(captured, node)
+            except _No:
+                self._elementwise(captured, node, name)
+        self.nodes[node] = None
+
+    def _fused(self, captured: CapturedPass, node: Any) -> None:
+        """Add a layer, or operations that have one kernel together."""
+        target, args = node.target, node.args
+        if isinstance(target, NativeLinear):
             self._linear(node, target)
         elif isinstance(target, NativeExperts):
             self._experts(node, target)
@@ -154,7 +191,112 @@ class _List:
             self._step(node, "scale", [x.operand()], tuple(x.like.shape), fields)
         else:
             raise _No
-        self.nodes[node] = None
+
+    def _elementwise(self, captured: CapturedPass, node: Any, name: str) -> None:
+        """Add an elementwise operation, a mean, or a copy."""
+        args, shape = node.args, node.meta.get("shape")
+        if shape is None or node in self.written or node.meta.get("writes"):
+            raise _No
+        if name in _POINTWISE:
+            what = _POINTWISE[name]
+            count = _OPERANDS.get(what, 1)
+            if count == 1 and not _is_default(node, name):
+                raise _No
+            operands = [self._operand(captured, arg) for arg in args[:count]]
+            if len(operands) != count or not any(isinstance(one, Part) for one in operands):
+                raise _No
+        elif name == "pow" and args[1] in (2, 2.0):
+            what, operands = "mul", [self._operand(captured, args[0])] * 2
+        elif name == "mean" and node.args[1:] in ((-1,), ([-1],)) and node.kwargs == {"keepdim": True}:
+            result, x = self._result(node, shape), self._operand(captured, args[0])
+            self._add(node, mean_step(result, _part(x), self.rows), result)
+            return
+        elif name == "cat":
+            self._cat(captured, node)
+            return
+        elif name in ("contiguous", "reshape", "clone"):
+            x = _part(self._operand(captured, args[0]))
+            copied = self._result(node, x.like.shape)
+            if not copied.is_whole:
+                raise _No
+            step = pointwise_step("to", copied, [x], self.rows)
+            self._add(node, step, _Value(copied.block, copied.like.reshape(shape)))
+            return
+        elif node.target is gated_silu:  # of another type than the list's
+            gates, up = (_part(self._operand(captured, arg)) for arg in args)
+            activated = self._result(node, shape)
+            self.steps.append(pointwise_step("silu", activated, [gates], self.rows))
+            what, operands = "mul", [activated, up]
+        else:
+            raise _No
+        result = self._result(node, shape)
+        self._add(node, pointwise_step(what, result, operands, self.rows), result)
+
+    def _cat(self, captured: CapturedPass, node: Any) -> None:
+        """Add the kernels that copy tensors next to each other in the last dimension."""
+        shape = node.meta["shape"]
+        others = (*node.args[1:], *node.kwargs.values())
+        if others not in ((-1,), (len(shape) - 1,)):
+            raise _No
+        result, at = self._result(node, shape), 0
+        steps = []
+        for arg in node.args[0]:
+            x = _part(self._operand(captured, arg))
+            part = _Value(result.block, result.like[..., at : at + x.like.shape[-1]])
+            steps.append(pointwise_step("to", part, [x], self.rows))
+            at += x.like.shape[-1]
+        self.steps += steps[:-1]
+        self._add(node, steps[-1], result)
+
+    def _state(self, captured: CapturedPass, node: Any) -> None:
+        """Add a step of recurrent states."""
+        attention, made, *tensors = node.args
+        step: StateStep = captured.constants[made.target]
+        values: list[Any] = []
+        for name, of_token, tensor in zip(step.tensors, step.of_token, tensors, strict=True):
+            if of_token:
+                values.append(_part(self._operand(captured, tensor)))
+            else:
+                values.append(captured.computed_constant(tensor, as_float=name in _OF_SCANS))
+        result = self._result(node, node.meta["shape"])
+        self._add(node, STEPS[step.name](step.state, step.given(values), result), result)
+        self.attention = attention
+
+    def _result(self, node: Any, shape: Any) -> _Value:
+        """Return a new block for the result of a node, of its type."""
+        dtype = node.meta["dtype"]
+        if self.dtype is not self.cached and dtype is self.cached:
+            dtype = self.dtype  # a draft computes in a type of its own
+        if dtype not in NAMES:
+            raise _No
+        own = None if dtype is self.dtype else dtype
+        if (
+            len(shape) == 4 and shape[0] == 1 and shape[1] != shape[2] == self.rows != 1
+        ):  # heads before tokens: stored by token
+            shape = (1, shape[2], shape[1], shape[3])
+            return _Value(Block(shape, dtype=own), likeness(shape, dtype).transpose(1, 2))
+        return _Value(Block(tuple(shape), dtype=own), likeness(shape, dtype))
+
+    def _add(self, node: Any, step: Step, result: _Value) -> None:
+        self.steps.append(step)
+        self.values[node] = result
+
+    def _operand(self, captured: CapturedPass, arg: Any) -> Any:
+        """Return an operand as it is: a part of a block, a weight, or a number."""
+        if isinstance(arg, (int, float)) and not isinstance(arg, bool) and abs(arg) < _LARGEST:
+            return float(arg)
+        if not isinstance(arg, Node):
+            raise _No
+        if arg not in self.values and arg not in self.inputs:
+            weight = captured.computed_constant(arg)
+            if weight is not None:
+                if weight.dtype not in NAMES or weight.device.type != "cpu":
+                    raise _No
+                return weight
+            if arg.meta.get("dtype") not in NAMES or arg.op == "get_attr":
+                raise _No
+            return self._routing(arg)
+        return self.values.get(arg) or self.inputs[arg]
 
     def _value(self, node: Any) -> _Value:
         """Return the tensor of an argument: one of the list's own, or an input of the list."""
@@ -171,7 +313,7 @@ class _List:
                 raise _No
             value = self._whole(Block(tuple(shape), len(self.inputs)))
             self.inputs[node] = value
-        if not isinstance(value, _Value):
+        if not isinstance(value, _Value) or value.like.dtype is not self.dtype:
             raise _No
         return value
 
@@ -215,7 +357,7 @@ class _List:
         self.values[node] = self._whole(block)
 
     def _routing(self, node: Any) -> _Value:
-        """Return the experts that were chosen, or their weights: an input of the list that is never cast."""
+        """Return an input of the list that is never cast, such as the experts that were chosen, or their weights."""
         meta = node.meta if isinstance(node, Node) else {}
         dtype, shape = meta.get("dtype"), meta.get("shape")
         known = self.inputs.get(node)
@@ -250,9 +392,9 @@ class _List:
         self.attention = attention
 
     def _whole(self, block: Block) -> _Value:
-        return _Value(block, torch.empty(block.shape, dtype=self.dtype, device="meta"))
+        return _Value(block, likeness(block.shape, self.dtype))
 
-    def _view(self, node: Any) -> None:
+    def _view(self, node: Any, name: str) -> None:
         source = self.values.get(node.args[0])
         if source is None:
             raise _No
@@ -266,15 +408,16 @@ class _List:
             raise _No
         if node.target is operator.getitem:
             like = source.like[node.args[1]]
-        elif node.target in _VIEWS:
-            like = getattr(source.like, node.target)(*node.args[1:], **node.kwargs)
         else:
-            raise _No
-        if like.dtype is not source.like.dtype:
-            raise _No
-        if like.untyped_storage()._cdata != source.like.untyped_storage()._cdata:
-            raise _No
-        self.values[node] = _Value(source.block, like)
+            like = getattr(source.like, name)(*node.args[1:], **node.kwargs)
+        several = isinstance(like, (tuple, list))
+        for one in like if several else (like,):
+            if one.dtype is not source.like.dtype:
+                raise _No
+            if one.untyped_storage()._cdata != source.like.untyped_storage()._cdata:
+                raise _No
+        made = [_Value(source.block, one) for one in (like if several else (like,))]
+        self.values[node] = tuple(made) if several else made[0]
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -321,6 +464,29 @@ class _List:
         return any(
             user not in self.values or (user not in self.nodes and self._is_read_outside(user)) for user in node.users
         )
+
+
+def _name_of(node: Any) -> str:
+    """Return the name of what a node calls."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return str(name).strip("_")
+
+
+def _is_default(node: Any, name: str) -> bool:
+    """Tell whether an operation with one operand has no further arguments that change what it computes."""
+    others = {**dict(enumerate(node.args[1:])), **node.kwargs}
+    if name == "type_as":
+        return True
+    if name == "to":
+        return all(isinstance(other, torch.dtype) for other in others.values())
+    defaults = {"softplus": (1, 1.0, 20, 20.0)}.get(name, (False,))
+    return all(not isinstance(other, Node) and other in defaults for other in others.values())
+
+
+def _part(operand: Any) -> Part:
+    if not isinstance(operand, Part):
+        raise _No
+    return operand
 
 
 def use_kernel_lists(captured: CapturedPass, dtype: torch.dtype, cached: torch.dtype) -> None:

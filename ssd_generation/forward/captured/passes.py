@@ -158,8 +158,7 @@ class CapturedPasses:
             try:
                 with no_collections():
                     captured = self._capture.at(model, length, self._rewrites(model))
-                    self.uneven = None if self.batch_invariance is None else uneven(captured)
-                    self._programs[length] = None if self.uneven is not None else self._make(model, captured)
+                    self._programs[length] = self._make(model, captured)
             except Exception as error:
                 if self.is_draft and self._is_native and not isinstance(error, CannotCapture):
                     # What a model computes next to its linear layers may not suit what JIT-compiled kernels give.
@@ -176,7 +175,7 @@ class CapturedPasses:
     def can_run(self, cache: Cache, length: int, texts: Sequence[TextPlace] = ONE_TEXT) -> bool:
         """Tell whether `run` can run a captured pass over `length` tokens, of all texts together, after this cache."""
         width = self._width(length, texts)
-        return width is not None and self._program_for(width, texts) is not None and bool(self._live(cache))
+        return width is not None and self._program_for(width, texts) is not None and self._live(cache) is not None
 
     def _width(self, total: int, texts: Sequence[TextPlace]) -> int | None:
         """Return the width to which a pass over `total` tokens is filled up; `None` where there is none as wide."""
@@ -193,7 +192,7 @@ class CapturedPasses:
 
     def _live(self, cache: Cache) -> list[BufferedLayer] | None:
         live = live_layers(cache, self._skipped) if self.batch_invariance is None else live_layers_of_any_window(cache)
-        if live and self._is_native and any(layer.dtype is not self._dtype for layer in live):
+        if live is not None and self._is_native and any(layer.dtype is not self._dtype for layer in live):
             return None  # torch's attention would accept it
         return live
 
@@ -222,11 +221,11 @@ class CapturedPasses:
     ) -> bool:
         """Begin the attention of a pass; `False` where the cache is of another kind. Arguments as in `run`."""
         live = self._live(cache)
-        if not live:
+        if live is None:
             return False
         for layer in live:
             layer.reserve(max(count, ahead))
-        attention.begin(cache.layers, live[0].end, count, texts)
+        attention.begin(cache.layers, live[0].end if live else 0, count, texts)
         return True
 
     def _attending(self, cache: Cache, count: int) -> CacheAttention | None:
@@ -344,7 +343,8 @@ class CapturedPasses:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _make(self, model: PreTrainedModel, captured: CapturedPass) -> Program:
+    def _make(self, model: PreTrainedModel, captured: CapturedPass) -> Program | None:
+        """Return a pass with its kernels; `None` where its bits depend on its width and must not."""
         length, copies = captured.length, None
         if self._of_prompts:
             _leave_out_head(model, captured)
@@ -368,6 +368,9 @@ class CapturedPasses:
             if self.is_draft:
                 try_out(model, compile_pass(captured))
             use_kernel_lists(captured, activation, model.dtype)
+        self.uneven = None if self.batch_invariance is None else uneven(captured)
+        if self.uneven is not None:
+            return None
         program = compile_pass(captured)
         for copied in program.copied_weights:  # unlike others, these are not read anew in each pass
             self._copied.setdefault(id(copied.copy), (copied, copied.weight.detach().clone()))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from ...cache.buffered_layers import add_buffers
-from ...support.versions import CACHE
+from ...cache.recurrent import has_states, has_states_alone
+from ...support.versions import cache_argument
 from ..rounding import agree, moved_embeddings
 from ..structure.positions import cut_to_table
 from .cache_attention import CacheAttention
@@ -64,12 +65,15 @@ def _agrees(model: PreTrainedModel, program: Program, attending: Attending, know
         text = torch.randint(0, vocabulary, (1, behind + length), generator=generator, device="cpu")
         prompt, ids = text[:, :behind], text[:, behind:]
         positions = torch.arange(behind, behind + length, device="cpu")[None]
-        # Layers with a window have none here, unless the attention knows about windows.
-        own = DynamicCache(config=model.config.get_text_config(decoder=True)) if knows_windows else DynamicCache()
-        model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: own})
+        # Layers with a window have none here, unless the attention knows about windows; states need their layers.
+        needs_layers = knows_windows or has_states(model)
+        own = DynamicCache(config=model.config.get_text_config(decoder=True)) if needs_layers else DynamicCache()
+        name = cache_argument(model)
+        model(input_ids=prompt, use_cache=True, **{name: own})
         buffered = copy.deepcopy(own)
         add_buffers(buffered)
-        expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits.float()
+        before = copy.deepcopy(own)
+        expected = _logits(model, own, positions, input_ids=ids)
         attention = attending(buffered, length)
         if attention is None:
             raise CannotCapture("its cache has layers of an unsupported kind")
@@ -80,8 +84,7 @@ def _agrees(model: PreTrainedModel, program: Program, attending: Attending, know
             return True
         if model.dtype == torch.float32:
             return False
-        own.crop(-length)
-        other = _TIMES * _sensitivity(model, ids, positions, own, expected)
+        other = _TIMES * _sensitivity(model, ids, positions, before, expected)
         difference, spread = got - expected, expected.std()
         return bool(difference.norm() <= min(other, _MOST * spread * expected.numel() ** 0.5))
 
@@ -91,8 +94,24 @@ def _sensitivity(
 ) -> torch.Tensor:
     """Return how far logits move where the embeddings are rounded differently."""
     moved = moved_embeddings(model, ids)
-    logits = model(inputs_embeds=moved, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
-    return (logits.float() - expected).norm()  # type: ignore[no-any-return]
+    return (_logits(model, cache, positions, inputs_embeds=moved) - expected).norm()
+
+
+def _logits(model: PreTrainedModel, cache: Cache, positions: torch.Tensor, **tokens: torch.Tensor) -> torch.Tensor:
+    """Return logits by the model's own code, of states token by token, as they are decoded.
+
+    Some layers of states compute another function of several tokens.
+    """
+    (name, given), at = next(iter(tokens.items())), cache_argument(model)
+    each = 1 if has_states(model) else given.shape[1]
+    places: Any = positions.split(each, dim=1)
+    if has_states_alone(model):
+        places = [None] * len(places)
+    found = [
+        model(**{name: part, at: cache}, **({} if place is None else {"position_ids": place}), use_cache=True).logits
+        for part, place in zip(given.split(each, dim=1), places, strict=True)
+    ]
+    return torch.cat(found, dim=1).float()
 
 
 def try_out(model: PreTrainedModel, program: Program) -> None:

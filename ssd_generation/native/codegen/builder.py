@@ -321,6 +321,40 @@ class Module:
         series = b.select(b.fcmp_ordered(">", x, splat(FLOAT, high)), splat(FLOAT, float("inf")), series)
         return b.select(b.fcmp_ordered("<", x, splat(FLOAT, low)), splat(FLOAT, 0.0), series)
 
+    def log(self, b: Any, x: Any) -> Any:
+        """Compute ln x of normal numbers to two units in the last place: Cephes' polynomial (Moshier, logf.c)."""
+        # x = 2ⁿ · m with √½ ≤ m < √2.
+        bits = b.bitcast(x, INTS)
+        shifted = b.sub(bits, splat(I32, 0x3F3504F3))
+        n = b.sitofp(b.ashr(shifted, splat(I32, 23)), FLOATS)
+        m = b.bitcast(b.add(b.and_(shifted, splat(I32, 0x007FFFFF)), splat(I32, 0x3F3504F3)), FLOATS)
+        r = b.fsub(m, splat(FLOAT, 1.0))
+        square = b.fmul(r, r)
+        series = splat(FLOAT, 7.0376836292e-2)
+        for factor in (
+            -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1, 2.0000714765e-1,
+            -2.4999993993e-1, 3.3333331174e-1,
+        ):  # fmt: skip
+            series = self.fma(b, series, r, splat(FLOAT, factor))
+        series = b.fmul(b.fmul(series, r), square)
+        series = self.fma(b, n, splat(FLOAT, -2.12194440e-4), series)
+        series = self.fma(b, square, splat(FLOAT, -0.5), series)
+        return self.fma(b, n, splat(FLOAT, 0.693359375), b.fadd(r, series))
+
+    def sigmoid(self, b: Any, x: Any) -> Any:
+        """Compute 1 / (1 + e^−x)."""
+        return b.fdiv(splat(FLOAT, 1.0), b.fadd(splat(FLOAT, 1.0), self.exp(b, b.fneg(x))))
+
+    def softplus(self, b: Any, x: Any) -> Any:
+        """Compute ln(1 + e^x), and x itself from 20 on, as torch does."""
+        power = self.exp(b, x)
+        more = b.fadd(splat(FLOAT, 1.0), power)
+        # ln(1 + e) = ln(m) · e / (m − 1) for the m that 1 + e is rounded to (Kahan); e itself where m is 1.
+        exact = b.fdiv(b.fmul(self.log(b, more), power), b.fsub(more, splat(FLOAT, 1.0)))
+        small = b.fcmp_ordered("==", more, splat(FLOAT, 1.0))
+        value = b.select(small, power, exact)
+        return b.select(b.fcmp_ordered(">", x, splat(FLOAT, 20.0)), x, value)
+
     @contextmanager
     def loop(self, b: Any, first: Any, end: Any, step: Any, carried: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
         """Build `for i in range(first, end, step)`; yield i and the carried values, to be replaced by their new ones.

@@ -13,7 +13,7 @@ __all__ = ["MOST_ITEMS", "RECORD", "RUN", "TABLE", "flags", "team_module"]
 RUN = "run"
 """The exported function of a module."""
 
-RECORD = 16
+RECORD = 32
 """Length of a kernel's record in numbers: its address, its flags, and its own fields (`builder.Task`)."""
 
 TABLE = 8

@@ -1,0 +1,254 @@
+"""Recurrent states in captured passes: what a token does to a state is one node, run for the tokens in their order.
+
+transformers computes the states of a layer in a few functions, which other packages' kernels may replace: a step of a
+causal convolution, of a selective scan, of the gated delta rule. While a pass is captured, a layer that calls them is
+given the tokens of the pass as rows of a batch, of one token each. So its own code for a single token computes all but
+the states of all tokens at once, and each of these functions becomes a node.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from ...cache.recurrent import is_known, keeps_states
+from ...native.ops.states import State
+from ...support.forks import ForkSafeRLock, undone_in_child
+from ...support.model_state import Part, state_of
+from ...support.structure import modules_of
+from ...support.versions import cache_argument
+from .cache_attention import CacheAttention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "STATE_OF",
+    "StatePlace",
+    "StateStep",
+    "StatesPart",
+    "bound_step",
+    "layers_with_steps",
+    "own_steps",
+    "run_step",
+    "state_at",
+    "states_of",
+]
+
+STATE_OF = {
+    "causal_conv1d_update": "conv_state",
+    "mamba_selective_state_update": "state",
+    "mamba2_selective_state_update": "state",
+    "torch_recurrent_gated_delta_rule": "initial_state",
+    "recurrent_kimi_delta_attention": "initial_state",
+}
+"""Functions that compute one token's step, and the name of the argument that is the state."""
+
+
+class StatePlace(NamedTuple):
+    """Place of a state in a cache.
+
+    Attributes:
+        layer: index of the layer.
+        kind: `"conv_states"` or `"recurrent_states"`.
+        index: index among the layer's states of this kind.
+    """
+
+    layer: int
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """A call of a function that computes one token's step.
+
+    Attributes:
+        name: name of the function in transformers.
+        function: the function.
+        place: place of its state.
+        state: the state as kernels know it.
+        tensors: names of its arguments that are tensors, in the order of the node's.
+        of_token: of each of these, whether it has a row for each token; others are the same for all.
+        others: the other arguments.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    place: StatePlace
+    state: State
+    tensors: tuple[str, ...]
+    of_token: tuple[bool, ...]
+    others: tuple[tuple[str, Any], ...]
+
+    def given(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """Return the arguments by name but for the state, with these for the tensors."""
+        return {**dict(zip(self.tensors, tensors, strict=True)), **dict(self.others)}
+
+
+def run_step(attention: CacheAttention, step: StateStep, *tensors: torch.Tensor) -> torch.Tensor:
+    """Compute a step for each token of a pass by transformers' own function, on the states in the cache.
+
+    Args:
+        attention: attention of the pass, which knows the cache and the texts.
+        step: the call.
+        tensors: its arguments that are tensors, `(n, …)` where they have a row for each token.
+
+    Returns:
+        Results `(n, …)`; zeros for tokens that fill the pass up.
+    """
+    state = attention.states(*step.place)
+    of_token = [tensor for tensor, has_rows in zip(tensors, step.of_token, strict=True) if has_rows]
+    found: list[torch.Tensor] = []
+    for text, place in enumerate(attention.texts):
+        own = state[place.row : place.row + 1]
+        for token in range(text * attention.count, (text + 1) * attention.count):
+            given = {
+                name: tensor[token : token + 1] if has_rows else tensor
+                for name, tensor, has_rows in zip(step.tensors, tensors, step.of_token, strict=True)
+            }
+            result = step.function(**given, **{STATE_OF[step.name]: own}, **dict(step.others))
+            if isinstance(result, tuple):
+                result, after = result
+                own.copy_(after)
+            found.append(result)
+    if (missing := len(of_token[0]) - len(found)) > 0:
+        found.append(found[0].new_zeros((missing, *found[0].shape[1:])))
+    return torch.cat(found)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the layers
+
+
+@functools.lru_cache(maxsize=256)
+def _steps_in(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the functions for steps that the forward of a class calls."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return frozenset() if code is None else frozenset(STATE_OF) & set(code.co_names)
+
+
+def layers_with_steps(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that compute a state by one of transformers' functions for that."""
+    return [module for module in modules_of(model) if _steps_in(type(module))]
+
+
+class StatesPart(Part):
+    """Part of a model's state: the states that its cache holds for one text, by place; `None` until that is known."""
+
+    def __init__(self) -> None:
+        self.states: dict[StatePlace, torch.Tensor] | None = None
+
+    def drop(self) -> None:
+        self.states = None
+
+
+def states_of(model: PreTrainedModel) -> Mapping[StatePlace, torch.Tensor]:
+    """Return zeros in the form of each state that the cache of a model holds for one text, found by a short pass.
+
+    Args:
+        model: the target model, not in skip mode.
+    """
+    part = state_of(model).get(StatesPart)
+    if part.states is None:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        if any(map(keeps_states, cache.layers)):
+            ids = torch.zeros((1, 2), dtype=torch.long, device=model.get_input_embeddings().weight.device)
+            with torch.inference_mode():
+                model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+        part.states = {
+            StatePlace(layer, kind, index): torch.zeros_like(state)
+            for layer, held in enumerate(cache.layers)
+            if is_known(held)
+            for kind in ("conv_states", "recurrent_states")
+            for index, state in getattr(held, kind).items()
+            if state is not None
+        }
+    return part.states
+
+
+def state_at(place: StatePlace, states: Mapping[StatePlace, torch.Tensor]) -> State:
+    """Return a state as kernels know it.
+
+    Args:
+        place: its place.
+        states: zeros in the form of each state of the model.
+    """
+    its = sorted(other for other in states if other.layer == place.layer)
+    return State(place.layer, its.index(place), tuple(states[place].shape[1:]), states[place].dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# capturing them
+
+_LOCK = ForkSafeRLock()
+
+
+@contextmanager
+def own_steps(layers: list[nn.Module], make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace the functions for steps by functions of this library; other threads see no difference.
+
+    Args:
+        layers: modules that call them.
+        make: makes the replacement from a function's name and the function.
+    """
+    owner = threading.get_ident()
+
+    def guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        own = make(name, original)
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return (own if threading.get_ident() == owner else original)(*args, **kwargs)
+
+        return step
+
+    with _LOCK:
+        places = {
+            (id(names), name): (names, name, names[name])
+            for layer in layers
+            for names in (inspect.unwrap(type(layer).forward).__globals__,)
+            for name in _steps_in(type(layer))
+        }
+
+        def restore() -> None:
+            for names, name, original in places.values():
+                names[name] = original
+
+        with undone_in_child(restore):
+            try:
+                for names, name, original in places.values():
+                    names[name] = guarded(name, original)
+                yield
+            finally:
+                restore()
+
+
+def bound_step(
+    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the state, the other tensors and the other arguments of a call.
+
+    Args:
+        name: name of the function.
+        function: the function.
+        args, kwargs: its arguments.
+    """
+    plain = inspect.unwrap(function)
+    parameters = inspect.signature(plain).parameters
+    bound = inspect.signature(plain).bind(*args, **kwargs)
+    ignored = {name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
+    given = {name: value for name, value in bound.arguments.items() if name not in ignored}
+    state = given.pop(STATE_OF[name], None)
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    others = {key: value for key, value in given.items() if value is not None and key not in tensors}
+    return state, tensors, others

@@ -1,0 +1,161 @@
+"""Elementwise operations with broadcasting, as kernels of a list (pointwise_code.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..sequence import Block, Operand, Step
+from .kernels import NAMES, bits_of, flags, kernel
+
+__all__ = ["NoKernel", "Part", "likeness", "mean_step", "pointwise_step"]
+
+_SHARE = 4096
+"""Elements that are worth a separate part of the work."""
+
+
+class NoKernel(Exception):
+    """There is no kernel for this operation on these operands."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a block, and a tensor without memory that has its shape and strides, in a storage like the block's."""
+
+    block: Block
+    like: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether its numbers follow each other without gaps."""
+        return self.like.is_contiguous()
+
+    def operand(self, is_written: bool = False) -> Operand:
+        """Return its place."""
+        return Operand(self.block, int(self.like.storage_offset()), is_written)
+
+
+def pointwise_step(what: str, result: Part, operands: Several[Part | torch.Tensor | float], rows: int) -> Step:
+    """Return the kernel of an elementwise operation.
+
+    Args:
+        what: a name in `pointwise_code.OPERATIONS`.
+        result: where its result is written.
+        operands: tensors of the pass, weights and numbers, which are broadcast to the result's shape.
+        rows: number of tokens of the pass.
+
+    Raises:
+        NoKernel: the operands lie otherwise than the kernel reads them.
+    """
+    shape = result.like.shape
+    likes = [operand.like if isinstance(operand, Part) else operand for operand in operands]
+    tensors = [like.expand(shape) for like in likes if isinstance(like, torch.Tensor)]
+    (groups, columns), (ways, *of_tensors) = _in_groups(shape, [result.like, *tensors], rows)
+    kinds: list[str] = []
+    fields: list[int | Operand] = [result.operand(True), groups, columns, *ways[:2]]
+    held: list[torch.Tensor] = []
+    others = iter(of_tensors)
+    for operand in operands:
+        if not isinstance(operand, Part | torch.Tensor):
+            kinds.append("float32:n:0")
+            fields.append(bits_of(operand))
+            continue
+        to_row, to_group, to_column = next(others)
+        dtype = operand.like.dtype if isinstance(operand, Part) else operand.dtype
+        if dtype not in NAMES:
+            raise NoKernel
+        kind = f"{NAMES[dtype]}:{'x' if isinstance(operand, Part) else 'w'}:{int(to_column == 1 or columns == 1)}"
+        kinds.append(kind)
+        if isinstance(operand, Part):
+            fields += [operand.operand(), to_row, to_group]
+        else:
+            if to_row:
+                raise NoKernel
+            held.append(operand)
+            fields += [operand.data_ptr(), to_group]
+    if sum(2 if isinstance(entry, Operand) else 1 for entry in fields) > 30:
+        raise NoKernel
+    address = kernel("pointwise", what, NAMES[result.like.dtype], *kinds)
+    how = flags(max(1, result.like.numel() // _SHARE))
+    return Step(what, address, how, fields, held)
+
+
+def mean_step(result: Part, x: Part, rows: int) -> Step:
+    """Return the kernel of a mean over the last dimension.
+
+    Args:
+        result: `(…, 1)` or `(…,)`, without gaps.
+        x: `(…, K)`.
+        rows: number of tokens of the pass.
+
+    Raises:
+        NoKernel: x lies otherwise than the kernel reads it, or the result does.
+    """
+    columns = x.like.shape[-1]
+    if x.like.stride(-1) != 1 or not result.is_whole or x.like.dtype not in NAMES:
+        raise NoKernel
+    one = x.like[..., 0]
+    # Groups of the mean are what columns are elsewhere: they follow each other in the result.
+    (outer, groups), (ways,) = _in_groups(one.shape, [one], rows, of_columns=False)
+    if outer != 1:
+        raise NoKernel
+    fields: list[int | Operand] = [result.operand(True), groups, columns, x.operand(), ways[0], ways[2]]
+    address = kernel("pointwise", "mean", NAMES[result.like.dtype], NAMES[x.like.dtype])
+    return Step("mean", address, flags(max(1, x.like.numel() // _SHARE)), fields)
+
+
+def _in_groups(
+    shape: torch.Size, tensors: Several[torch.Tensor], rows: int, of_columns: bool = True
+) -> tuple[tuple[int, int], list[tuple[int, int, int]]]:
+    """Return groups and columns into which a shape falls, and the strides of each tensor: to a row, a group, a column.
+
+    Args:
+        shape: shape of which a dimension has an element for each row, or the first one several.
+        tensors: tensors of this shape.
+        rows: number of rows.
+        of_columns: whether the stride from a column to the next must be 1 or 0, and that of the first tensor 1.
+
+    Raises:
+        NoKernel: there are more dimensions than these, or other strides.
+    """
+    sizes = [size for size in shape if size != 1]
+    strides = [[stride for size, stride in zip(shape, one.stride(), strict=True) if size != 1] for one in tensors]
+    if rows > 1 and rows not in sizes and sizes and sizes[0] % rows == 0:
+        each = sizes[0] // rows
+        sizes[:1] = [rows, each]
+        for one in strides:
+            one[:1] = [one[0] * each, one[0]]
+    for at in [at for at, size in enumerate(sizes) if size == rows] if rows > 1 else [-1]:
+        found = _with_rows_at(at, sizes, strides, of_columns)
+        if found is not None:
+            return found
+    raise NoKernel
+
+
+def _with_rows_at(
+    at: int, sizes: list[int], strides: list[list[int]], of_columns: bool
+) -> tuple[tuple[int, int], list[tuple[int, int, int]]] | None:
+    """Return `_in_groups` with the rows at a dimension, -1 for none; `None` where that does not fit."""
+    to_row = [0 if at < 0 else one[at] for one in strides]
+    others = [size for place, size in enumerate(sizes) if place != at]
+    ways = [[stride for place, stride in enumerate(one) if place != at] for one in strides]
+    for place in range(len(others) - 1, 0, -1):  # neighbouring dimensions that lie like one
+        if all(one[place - 1] == one[place] * others[place] for one in ways):
+            others[place - 1 : place + 1] = [others[place - 1] * others[place]]
+            for one in ways:
+                del one[place - 1]
+    if len(others) > 2:
+        return None
+    groups, columns = ([1, 1, *others])[-2:]
+    found = [(row, *([0, 0, *one])[-2:]) for row, one in zip(to_row, ways, strict=True)]
+    if of_columns and columns > 1 and (found[0][2] != 1 or any(to_column not in (0, 1) for _, _, to_column in found)):
+        return None
+    return (groups, columns), found
+
+
+def likeness(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without memory, of a shape and type."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

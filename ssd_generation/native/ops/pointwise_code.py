@@ -1,0 +1,136 @@
+"""Code for elementwise operations with broadcasting, and for means, in LLVM IR.
+
+Each result is computed in float32 and rounded. The exponential and the logarithm are computed by the same instructions at every place, so bits do not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..codegen.builder import FLOAT, FLOATS, LANES, STORED, Module, integer, splat
+
+__all__ = ["OPERATIONS", "pointwise_module"]
+
+
+class _Pointwise(Module):
+    """The kernel of one operation.
+
+    Args:
+        what: a name in `OPERATIONS`.
+        result: stored type of the result.
+        operands: of each operand: its stored type; `x` for a tensor of the pass, `w` for a weight, `n` for a number;
+            and 1 where it has a number for each column, 0 where one serves all. They are joined by colons.
+    """
+
+    def __init__(self, what: str, result: str, operands: tuple[str, ...]) -> None:
+        super().__init__("_".join(("pointwise", what, result, *operands)).replace(":", "_"), result)
+        self._what = what
+        self._operands = [tuple(operand.split(":")) for operand in operands]
+
+    def build(self) -> None:
+        """Add the kernel, for a result `(rows, groups, columns)`.
+
+        The record: result, groups, columns, its strides from a row to the next and from a group to the next; then of
+        each tensor its place and such strides, of each weight its address and its stride from a group to the next, and
+        each number.
+        """
+        b, task = self.kernel()
+        y, groups, columns = task.operand(b, 2), task.field(b, 4), task.field(b, 5)
+        y_row, y_group = task.field(b, 6), task.field(b, 7)
+        at, operands = 8, []
+        for stored, where, by_column in self._operands:
+            if where == "n":
+                operands.append((None, self.spread(b, task.number(b, at)), None, "", False))
+                at += 1
+            elif where == "w":
+                operands.append((task.address(b, at), None, task.field(b, at + 1), stored, by_column == "1"))
+                at += 2
+            else:
+                strides = task.field(b, at + 2), task.field(b, at + 3)
+                operands.append((task.operand(b, at), strides[0], strides[1], stored, by_column == "1"))
+                at += 4
+        pieces = b.sdiv(b.add(columns, integer(LANES - 1)), integer(LANES))
+        first, end = task.share(b, b.mul(b.mul(task.entry(b, 0), groups), pieces))
+        with self.loop(b, first, end, integer(1), []) as (item, _):
+            of_all, column = b.sdiv(item, pieces), b.mul(b.srem(item, pieces), integer(LANES))
+            row, group, left = b.sdiv(of_all, groups), b.srem(of_all, groups), b.sub(columns, column)
+            values = []
+            for address, to_row, to_group, stored, by_column in operands:
+                if address is None:
+                    values.append(to_row)
+                    continue
+                place = b.mul(group, to_group)
+                if to_row is not None:
+                    place = b.add(place, b.mul(row, to_row))
+                if by_column:
+                    place = b.add(place, column)
+                its = self.at(b, address, place, STORED[stored])
+                if by_column:
+                    values.append(self.floats(b, self.load(b, its, STORED[stored], left), stored))
+                else:
+                    one = self.load(b, its, STORED[stored], integer(1))
+                    values.append(self.spread(b, b.extract_element(self.floats(b, one, stored), integer(0))))
+            result = OPERATIONS[self._what](self, b, *values)
+            place = b.add(b.add(b.mul(row, y_row), b.mul(group, y_group)), column)
+            self.store_many(b, result, self.at(b, y, place, STORED[self.activation]), left)
+        b.ret_void()
+
+
+Operation = Callable[..., Any]
+
+OPERATIONS: dict[str, Operation] = {
+    "add": lambda module, b, one, other: b.fadd(one, other),
+    "sub": lambda module, b, one, other: b.fsub(one, other),
+    "mul": lambda module, b, one, other: b.fmul(one, other),
+    "div": lambda module, b, one, other: b.fdiv(one, other),
+    "neg": lambda module, b, x: b.fneg(x),
+    "to": lambda module, b, x: x,
+    "exp": lambda module, b, x: module.exp(b, x),
+    "sigmoid": lambda module, b, x: module.sigmoid(b, x),
+    "silu": lambda module, b, x: b.fmul(x, module.sigmoid(b, x)),
+    "softplus": lambda module, b, x: module.softplus(b, x),
+    "rsqrt": lambda module, b, x: b.fdiv(splat(FLOAT, 1.0), module.call(b, f"llvm.sqrt.v{LANES}f32", FLOATS, x)),
+    "relu": lambda module, b, x: b.select(b.fcmp_ordered("<", x, splat(FLOAT, 0.0)), splat(FLOAT, 0.0), x),
+    "square": lambda module, b, x: b.fmul(x, x),
+}
+"""Operations by name, on float32 numbers."""
+
+
+class _Mean(Module):
+    """The kernel of a mean over columns."""
+
+    def __init__(self, result: str, operand: str) -> None:
+        super().__init__(f"mean_{result}_{operand}", result)
+        self._operand = operand
+
+    def build(self) -> None:
+        """Add the kernel; the record: result `(rows, groups)`, groups, columns, and x with its two strides."""
+        b, task = self.kernel()
+        y, groups, columns = task.operand(b, 2), task.field(b, 4), task.field(b, 5)
+        x, to_row, to_group = task.operand(b, 6), task.field(b, 8), task.field(b, 9)
+        kind = STORED[self._operand]
+        first, end = task.share(b, b.mul(task.entry(b, 0), groups))
+        with self.loop(b, first, end, integer(1), []) as (item, _):
+            place = b.add(b.mul(b.sdiv(item, groups), to_row), b.mul(b.srem(item, groups), to_group))
+            sums = [splat(FLOAT, 0.0)]
+            with self.loop(b, integer(0), columns, integer(LANES), sums) as (k, carried):
+                its = self.at(b, x, b.add(place, k), kind)
+                values = self.floats(b, self.load(b, its, kind, b.sub(columns, k)), self._operand)
+                carried[0] = b.fadd(carried[0], values)
+            mean = b.fdiv(self.sum(b, sums[0]), b.sitofp(columns, FLOAT))
+            self.store(b, mean, self.at(b, y, item, STORED[self.activation]))
+        b.ret_void()
+
+
+def pointwise_module(what: str, result: str, *operands: str) -> str:
+    """Return the text of a module whose kernel computes an elementwise operation.
+
+    Args:
+        what: a name in `OPERATIONS`; `"mean"`: the mean over columns instead.
+        result: `"float32"`, `"bfloat16"` or `"float16"`.
+        operands: as in `_Pointwise`, such as `"bfloat16:x:1"`; of a mean, the stored type alone.
+    """
+    module = _Mean(result, *operands) if what == "mean" else _Pointwise(what, result, operands)
+    module.build()
+    return str(module.module)
