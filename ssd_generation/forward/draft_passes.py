@@ -77,22 +77,38 @@ class _CapturedDraftPasses(DraftPasses):
     def __init__(
         self,
         captured: CapturedPasses,
-        cache: Cache,
+        context: Context,
         positions: torch.Tensor,
         length: int,
         texts: Sequence[TextPlace],
     ) -> None:
-        self._captured, self._cache, self._length, self._texts = captured, cache, length, texts
-        self._positions = positions + torch.arange(length, device=positions.device)
+        self._captured, self._cache, self._length, self._texts = captured, context.cache, length, texts
+        self._again = self._states = None
+        if context.checkpoint is not None:
+            self._again = context.checkpoint.rewind(context.cache, context.length)
+            self._states = captured.states_for_draft(context.cache)
+        self._repeated = 0 if self._again is None else self._again.shape[1]
+        self._positions = positions + torch.arange(-self._repeated, length, device=positions.device)
 
     def __exit__(self, *_: object) -> None:
         self._captured.end_round()
 
     def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
-        positions = self._positions[:, depth : depth + 1]
-        logits = self._captured.run(self._cache, token, positions, drafted=depth, ahead=self._length, texts=self._texts)
+        first, drafted = depth + self._repeated, depth + self._repeated
+        if depth == 0 and self._again is not None:
+            # The states are those of the checkpoint: the tokens committed since then go first.
+            token, first, drafted = torch.cat((self._again, token), dim=1), 0, 0
+        logits = self._captured.run(
+            self._cache,
+            token,
+            self._positions[:, first : first + token.shape[1]],
+            drafted=drafted,
+            ahead=self._length + self._repeated,
+            texts=self._texts,
+            states=self._states,
+        )
         assert logits is not None
-        return logits
+        return logits[:, -1:]
 
 
 class _ModelDraftPasses(DraftPasses):
@@ -237,13 +253,14 @@ class DraftForward:
 
     def passes(self, context: Context, rows: int, length: int) -> DraftPasses:
         captured = self._captured
+        owed = 0 if context.checkpoint is None else context.checkpoint.owed(context.length)
         if (
             captured is not None
             and (positions := context.flat_positions) is not None
             and (texts := context.places_for_drafts(rows)) is not None
-            and captured.can_run(context.cache, rows, texts)
+            and captured.can_run(context.cache, rows * (1 + owed), texts)
         ):
-            return _CapturedDraftPasses(captured, context.cache, positions, length, texts)
+            return _CapturedDraftPasses(captured, context, positions, length, texts)
         of_the_model = partial(self._passes_of_the_model, context, length)
         graphs, target = self._graphs, self._target
         if graphs is None or target is None or not target.is_checked or not context.is_plain(rows):

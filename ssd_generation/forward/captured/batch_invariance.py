@@ -93,9 +93,16 @@ class RowAttention(CacheAttention):
 
     __slots__ = ()
 
-    def begin(self, layers: Sequence[Any], at: int, count: int, texts: Sequence[TextPlace] = ONE_TEXT) -> None:
+    def begin(
+        self,
+        layers: Sequence[Any],
+        at: int,
+        count: int,
+        texts: Sequence[TextPlace] = ONE_TEXT,
+        states: Sequence[Any] | None = None,
+    ) -> None:
         """Begin a pass over `count` tokens of each text, after the slots that each layer holds."""
-        super().begin(layers, at, count, texts)
+        super().begin(layers, at, count, texts, states)
         self.ends = [getattr(layer, "end", 0) for layer in layers]
         self.windows = [getattr(layer, "sliding_window", None) for layer in layers]
 

@@ -34,7 +34,14 @@ class CacheAttention:
         self.mask: dict[Any, torch.Tensor] = {}
         self._table: Any = None
 
-    def begin(self, layers: Sequence[Any], at: int, count: int, texts: Sequence[TextPlace] = ONE_TEXT) -> None:
+    def begin(
+        self,
+        layers: Sequence[Any],
+        at: int,
+        count: int,
+        texts: Sequence[TextPlace] = ONE_TEXT,
+        states: Sequence[Any] | None = None,
+    ) -> None:
         """Begin a pass over some tokens, for which the buffers must be large enough.
 
         Args:
@@ -42,9 +49,10 @@ class CacheAttention:
             at: the slot of the first token of each text.
             count: tokens of each text.
             texts: places of the texts in the cache.
+            states: layers of which recurrent states are read and written, where these are others.
         """
         self.texts = texts
-        self._layers = layers
+        self._layers = layers if states is None else states
         ends = [getattr(layer, "end", 0) for layer in layers]
         self._dropped = [
             getattr(layer, "cumulative_length", end) - end for layer, end in zip(layers, ends, strict=True)

@@ -25,6 +25,9 @@ class Attention(Protocol):
         Shapes: query `(1, H, n, D)`, key and value `(1, G, n, D)`; the result is `(1, n, H, D)`.
         """
 
+    def states(self, layer: int, kind: str, index: int) -> torch.Tensor:
+        """Return a recurrent state of the cache, `(rows, …)`; arguments as in `state_steps.StatePlace`."""
+
 
 @dataclass(frozen=True)
 class CopiedWeight:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ...cache.buffered_layers import BufferedLayer, append_written
+from ...cache.recurrent import fork_states, keeps_states
 from ...config import SkipConfig
 from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.codegen.compiler import why_not
@@ -196,6 +197,14 @@ class CapturedPasses:
             return None  # torch's attention would accept it
         return live
 
+    def states_for_draft(self, cache: Cache) -> list[Any]:
+        """Return the layers of a cache with copies of their recurrent states, of those that the draft computes."""
+        layers: list[Any] = cache.layers
+        return [
+            fork_states(layer) if keeps_states(layer) and index not in self._skipped else layer
+            for index, layer in enumerate(layers)
+        ]
+
     def begin_cache(self, cache: Cache, rows: int = 1) -> None:
         """Initialise the layers of a new cache for their contents, as a first pass of the model's own would.
 
@@ -217,7 +226,13 @@ class CapturedPasses:
         return CacheAttention() if self.batch_invariance is None else RowAttention()
 
     def _begin(
-        self, attention: CacheAttention, cache: Cache, count: int, ahead: int, texts: Sequence[TextPlace]
+        self,
+        attention: CacheAttention,
+        cache: Cache,
+        count: int,
+        ahead: int,
+        texts: Sequence[TextPlace],
+        states: Sequence[Any] | None = None,
     ) -> bool:
         """Begin the attention of a pass; `False` where the cache is of another kind. Arguments as in `run`."""
         live = self._live(cache)
@@ -225,7 +240,7 @@ class CapturedPasses:
             return False
         for layer in live:
             layer.reserve(max(count, ahead))
-        attention.begin(cache.layers, live[0].end if live else 0, count, texts)
+        attention.begin(cache.layers, live[0].end if live else 0, count, texts, states)
         return True
 
     def _attending(self, cache: Cache, count: int) -> CacheAttention | None:
@@ -242,6 +257,7 @@ class CapturedPasses:
         ahead: int = 0,
         width: int | None = None,
         texts: Sequence[TextPlace] = ONE_TEXT,
+        states: Sequence[Any] | None = None,
     ) -> torch.Tensor | None:
         """Run a pass.
 
@@ -254,6 +270,7 @@ class CapturedPasses:
             ahead: tokens that this round's draft will have in all, to reserve cache for them at once.
             width: width to fill the pass up to; by default that of `batch_invariance`, where there is one.
             texts: place of each text in the cache, in which all end at the same slot.
+            states: layers with the recurrent states of a draft; `None`: those of the cache.
 
         Returns:
             Logits `(B, n, V)`, or `None` where there is no captured pass to run: nothing has happened then. From passes
@@ -277,7 +294,7 @@ class CapturedPasses:
             attention = self._attention.value = self._new_attention()
         if self.is_draft and drafted:
             attention.move_to(attention.at + attention.count, count)
-        elif not self._begin(attention, cache, count, ahead, texts):
+        elif not self._begin(attention, cache, count, ahead, texts, states):
             return None
         try:
             logits = _run_filled(program, ids, positions, attention)

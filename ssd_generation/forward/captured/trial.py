@@ -11,12 +11,14 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ...cache.buffered_layers import add_buffers
 from ...cache.recurrent import has_states, has_states_alone
+from ...native.cache_table import ONE_TEXT
 from ...support.versions import cache_argument
 from ..rounding import agree, moved_embeddings
 from ..structure.positions import cut_to_table
 from .cache_attention import CacheAttention
 from .capture import CannotCapture
 from .fx_graph import Program
+from .state_steps import StatePlace, states_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -124,7 +126,14 @@ def try_out(model: PreTrainedModel, program: Program) -> None:
         program: the draft's pass.
     """
 
+    forms = states_of(model) if has_states(model) else {}
+
     class Nothing:
+        texts, count = ONE_TEXT, program.length
+
+        def states(self, layer: int, kind: str, index: int) -> torch.Tensor:
+            return forms[StatePlace(layer, kind, index)].clone()
+
         def attend(
             self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
         ) -> torch.Tensor:
