@@ -354,7 +354,7 @@ def test_the_table_says_where_texts_begin(texts: list[tuple[int, int]], layers: 
         fields = dict(zip(FIELDS, table[len(HEADER) + at * len(FIELDS) :], strict=False))
         assert fields["end"] == at and fields["keys"] == states.data_ptr()
         assert (fields["key row"], fields["key head"]) == (120, 40)
-    assert LayerPlace(None, None, 3, None, 0).fields() == [0] * len(FIELDS)
+    assert LayerPlace(None, None, 3, None, 0).fields(0) == [0] * len(FIELDS)
 
 
 def test_one_row_has_a_place_whatever_else() -> None:

@@ -9,7 +9,8 @@ next pass again, before those to be verified: a few more rows, not another pass 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import cache_utils
@@ -25,6 +26,8 @@ __all__ = [
     "REACH",
     "Checkpoint",
     "NoRoomForStates",
+    "PassState",
+    "PassStates",
     "crop_attention",
     "fork_states",
     "has_no_keys",
@@ -86,12 +89,47 @@ def has_no_keys(layer: Any) -> bool:
     )
 
 
-def states_in(layer: Any) -> tuple[torch.Tensor, ...]:
+class PassState(NamedTuple):
+    """A state that a pass goes on from, `(rows, …)`.
+
+    Attributes:
+        source: the state before the pass.
+        working: the state that the pass leaves; it may be the source.
+        saved: the state after some tokens of each text; `None`: nowhere.
+    """
+
+    source: torch.Tensor
+    working: torch.Tensor
+    saved: torch.Tensor | None = None
+
+
+class PassStates:
+    """The states of a pass, of which each token of a text changes what the one before it left.
+
+    Args:
+        layers: states of each layer, those of convolutions first.
+        saved_after: number of tokens of each text after which states are saved.
+    """
+
+    def __init__(self, layers: list[list[PassState]], saved_after: int = -1) -> None:
+        self.layers, self.saved_after = layers, saved_after
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> PassStates:
+        """Return the states of a cache's layers, changed in place."""
+        return cls([[PassState(state, state) for state in states_in(layer)] for layer in layers])
+
+    def go_on(self) -> PassStates:
+        """Return the states of the next pass, which saves none."""
+        return PassStates([[PassState(state.working, state.working) for state in layer] for layer in self.layers])
+
+
+def states_in(layer: Any) -> list[torch.Tensor]:
     """Return the states of a layer of a cache: those of convolutions, then the recurrent ones."""
     if not keeps_states(layer) or not is_known(layer):
-        return ()
+        return []
     held = (*layer.conv_states.values(), *layer.recurrent_states.values())
-    return tuple(state for state in held if state is not None)
+    return [state for state in held if state is not None]
 
 
 def has_states_alone(model: PreTrainedModel) -> bool:
@@ -208,6 +246,9 @@ class Checkpoint:
         self._since: torch.Tensor | None = None  # tokens of the last pass, all of them after the checkpoint
         self._stands = 0  # number of these that the states cover: all or none
         self._saved: list[_Saved] | None = None
+        self._spare: list[list[torch.Tensor]] | None = None  # memory for the states that a pass saves
+        self._unsaved: list[_Saved] | None = None  # the same, while the checkpoint is not saved
+        self._drafted: list[list[torch.Tensor]] | None = None  # and for those of drafts
 
     @classmethod
     def of(cls, cache: Cache, length: int) -> Checkpoint | None:
@@ -278,6 +319,86 @@ class Checkpoint:
         """Note that a pass has gone over tokens `(B, n)` that begin at the checkpoint."""
         self._since, self._stands = tokens, tokens.shape[1]
 
+    # ------------------------------------------------------------------------------------------------------------------
+    # passes that save states on their way
+
+    def states_of_pass(self, cache: Cache, length: int, may_fail: bool) -> tuple[PassStates, torch.Tensor | None]:
+        """Return the states of a pass that saves those of the committed tokens itself, and the tokens that it repeats.
+
+        Call `saved` after the pass. Until then the checkpoint is as it was.
+
+        Args:
+            cache: the cache; keys and values are cropped to the checkpoint where tokens are repeated.
+            length: number of committed slots, no fewer than at the last call.
+            may_fail: whether tokens of the pass may be rejected.
+
+        Raises:
+            NoRoomForStates: there is no memory for the copies.
+        """
+        sources, again = self._sources(cache, length)
+        working = [states_in(layer) for layer in cache.layers]
+        if may_fail:
+            self.reserve(cache)
+        spare: Sequence[Sequence[Any]] = self._spare or [] if may_fail else [[None] * len(one) for one in working]
+        layers = [list(map(PassState, *states)) for states in zip(sources, working, spare, strict=True)]
+        return PassStates(layers, -1 if not may_fail else 0 if again is None else again.shape[1]), again
+
+    def reserve(self, cache: Cache) -> None:
+        """Make room for the states that a pass saves.
+
+        Raises:
+            NoRoomForStates: there is no memory for the copies.
+        """
+        if self._spare is None:
+            self._spare = [list(map(_copy, states_in(layer))) for layer in cache.layers]
+        if self._saved is None:
+            self._unsaved = self._unsaved or [_Saved(layer) for layer in cache.layers]
+
+    def states_of_draft(self, cache: Cache, length: int) -> tuple[PassStates, torch.Tensor | None]:
+        """Return the states of a draft's first pass, which leaves those of the cache as they are.
+
+        Args:
+            cache, length: as in `states_of_pass`.
+
+        Returns:
+            The states, and the tokens that the pass repeats.
+
+        Raises:
+            NoRoomForStates: there is no memory for the copies.
+        """
+        sources, again = self._sources(cache, length)
+        if self._drafted is None:
+            self._drafted = [list(map(_copy, states)) for states in sources]
+        layers = [list(map(PassState, *states)) for states in zip(sources, self._drafted, strict=True)]
+        return PassStates(layers), again
+
+    def _sources(self, cache: Cache, length: int) -> tuple[list[list[torch.Tensor]], torch.Tensor | None]:
+        """Return the latest states of committed tokens alone, and the tokens committed since; crop keys and values."""
+        owed = self.owed(length)
+        if not owed or self._since is None:
+            return [states_in(layer) for layer in cache.layers], None
+        crop_attention(cache, self.length)
+        if self._stands and self._saved is not None:
+            return [saved.states() for saved in self._saved], self._since[:, :owed]
+        return [states_in(layer) for layer in cache.layers], self._since[:, :owed]
+
+    def saved(self, cache: Cache, length: int, tokens: torch.Tensor, may_fail: bool) -> None:
+        """Note that a pass with the states of `states_of_pass` is over.
+
+        Args:
+            cache, length, may_fail: as there.
+            tokens: tokens `(B, n)` of the pass, without repeated ones.
+        """
+        if may_fail:
+            spare = self._spare
+            assert spare is not None
+            self._saved, self._unsaved = self._saved or self._unsaved, None
+            assert self._saved is not None
+            self._spare = [saved.exchange(states) for saved, states in zip(self._saved, spare, strict=True)]
+        else:
+            self._saved, self._unsaved = None, self._saved or self._unsaved
+        self.length, self._since, self._stands = length, tokens, tokens.shape[1]
+
     def end(self, cache: Cache, length: int) -> None:
         """Remove all uncommitted tokens from a cache, after an exception.
 
@@ -317,6 +438,18 @@ class _Saved:
         }
         # Appending to keys and values makes new tensors: the stored ones stay as they are.
         self._window = {name: getattr(layer, name) for name in _WINDOW} if _has_window(layer) else {}
+
+    def states(self) -> list[torch.Tensor]:
+        """Return the states in the order of `states_in`."""
+        return [state for states in self._states.values() for state in states.values()]
+
+    def exchange(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Hold other states, and return those held before, in the order of `states_in`."""
+        before, others = self.states(), iter(states)
+        for held in self._states.values():
+            for index in held:
+                held[index] = next(others)
+        return before
 
     def restore(self, layer: Any) -> None:
         for name, states in self._states.items():

@@ -148,7 +148,7 @@ class DecodingLoop:
         try:
             draft = self.drafter.propose(rows, limits)
             if context.checkpoint is not None and draft.tokens.shape[1]:
-                context.checkpoint.save(context.cache, context.length)
+                self.forward.save_states(1 + draft.tokens.shape[1], rows.batch, context)
         except NoRoomForStates as error:
             assert context.checkpoint is not None
             context.checkpoint.has_no_room = True

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
-from transformers.cache_utils import Cache
 
 from ..cache.buffered_layers import DraftCache, draft_cache
 from ..config import SelfSpeculativeConfig
@@ -85,8 +84,7 @@ class _CapturedDraftPasses(DraftPasses):
         self._captured, self._cache, self._length, self._texts = captured, context.cache, length, texts
         self._again = self._states = None
         if context.checkpoint is not None:
-            self._again = context.checkpoint.rewind(context.cache, context.length)
-            self._states = captured.states_for_draft(context.cache)
+            self._states, self._again = context.checkpoint.states_of_draft(context.cache, context.length)
         self._repeated = 0 if self._again is None else self._again.shape[1]
         self._positions = positions + torch.arange(-self._repeated, length, device=positions.device)
 
@@ -256,10 +254,12 @@ class DraftForward:
         owed = 0 if context.checkpoint is None else context.checkpoint.owed(context.length)
         if (
             captured is not None
-            and (positions := context.flat_positions) is not None
             and (texts := context.places_for_drafts(rows)) is not None
             and captured.can_run(context.cache, rows * (1 + owed), texts)
         ):
+            positions = context.flat_positions
+            if positions is None:  # of states alone: no pass reads them
+                positions = torch.full((rows, 1), context.length, device="cpu")
             return _CapturedDraftPasses(captured, context, positions, length, texts)
         of_the_model = partial(self._passes_of_the_model, context, length)
         graphs, target = self._graphs, self._target

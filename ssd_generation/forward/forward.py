@@ -124,6 +124,23 @@ class Forward:
         self.is_bitwise = self.is_bitwise and passed.is_batch_invariant
         return passed.outputs
 
+    def save_states(self, tokens: int, rows: int, context: Context) -> None:
+        """Prepare a pass of which tokens may be rejected: save recurrent states, or make room for it to save them.
+
+        Args:
+            tokens: number of tokens of each row.
+            rows: number of rows, B.
+            context: the state that they follow.
+
+        Raises:
+            NoRoomForStates: there is no memory for a copy of the states.
+        """
+        assert context.checkpoint is not None
+        if self._captured is not None and self._captured.goes_on_from_states(tokens, rows, context):
+            context.checkpoint.reserve(context.cache)
+        else:
+            context.checkpoint.save(context.cache, context.length)
+
     def read_prompt(
         self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]
     ) -> torch.Tensor | None:

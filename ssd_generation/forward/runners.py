@@ -245,19 +245,31 @@ class CapturedRunner:
         logits[rows] = found
         return logits
 
+    def goes_on_from_states(self, count: int, rows: int, context: Context) -> bool:
+        """Tell whether a pass over `count` tokens of each row, with recurrent states, is captured."""
+        places, checkpoint = context.places(rows), context.checkpoint
+        if self._captured is None or places is None or checkpoint is None or count < self._shortest:
+            return False
+        return self._captured.can_run(context.cache, rows * (checkpoint.owed(context.length) + count), places)
+
     def _with_states(
         self, tokens: torch.Tensor, positions: torch.Tensor, context: Context, places: Sequence[TextPlace]
     ) -> torch.Tensor | None:
         """Return `_logits` of a pass that goes on from a checkpoint of recurrent states."""
-        assert self._captured is not None and context.checkpoint is not None
-        count = tokens.shape[1]
-        in_all = context.checkpoint.owed(context.length) + count
-        if not self._captured.can_run(context.cache, in_all * len(tokens), places):
+        captured, checkpoint = self._captured, context.checkpoint
+        assert captured is not None and checkpoint is not None
+        rows, count = tokens.shape
+        may_fail = count > 1
+        if not self.goes_on_from_states(count, rows, context):
             return None
-        tokens, repeated = _with_owed(tokens, positions, context)
-        assert repeated is not None
-        logits = self._captured.run(context.cache, tokens, repeated, texts=places)
+        states, again = checkpoint.states_of_pass(context.cache, context.length, may_fail)
+        if again is not None:
+            steps = torch.arange(-again.shape[1], 0, device=positions.device)
+            positions = torch.cat((positions[:, :1] + steps, positions), dim=1)
+        whole = tokens if again is None else torch.cat((again, tokens), dim=1)
+        logits = captured.run(context.cache, whole, positions, texts=places, states=states)
         assert logits is not None
+        checkpoint.saved(context.cache, context.length, tokens, may_fail)
         return logits[:, -count:]
 
 

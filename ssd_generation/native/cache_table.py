@@ -1,7 +1,7 @@
 """Description of a KV cache for JIT-compiled kernels: a table of numbers, whose layout is defined here.
 
-The table consists of `HEADER`, then the `FIELDS` of each layer, then the `TEXT_FIELDS` of each text of the pass, then the
-addresses of recurrent states.
+The table consists of `HEADER`, then the `FIELDS` of each layer, then the `TEXT_FIELDS` of each text of the pass, then
+the addresses of recurrent states.
 Nothing here needs llvmlite.
 """
 
@@ -13,16 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["FIELDS", "HEADER", "ONE_TEXT", "TEXT_FIELDS", "LayerPlace", "TextPlace", "cache_table"]
+__all__ = ["FIELDS", "HEADER", "ONE_TEXT", "STATE_FIELDS", "TEXT_FIELDS", "LayerPlace", "TextPlace", "cache_table"]
 
-HEADER = ("tokens", "ahead", "tokens per text", "texts")
+HEADER = ("tokens", "ahead", "tokens per text", "saved after", "texts")
 """Number of tokens of the pass; number of tokens of each text before them that the layers' ends do not count; number of
-tokens of the pass per text; and the index in the table at which the texts' fields begin."""
+tokens of the pass per text; tokens of each text after which states are saved, -1 for never; and the index in the table
+at which the texts' fields begin."""
 
 FIELDS = ("keys", "values", "key head", "value head", "end", "window", "key row", "value row", "dropped", "states")
 """Fields of a layer: addresses; strides from a head to the next, in numbers; the first free slot; tokens that a token
 sees, 0 for all; strides from a row of the cache to the next; number of slots of a text no longer in the layer; and the
-index in the table at which the addresses of its states begin."""
+index in the table at which the addresses of its states begin, three for each (`STATE_FIELDS`)."""
+
+STATE_FIELDS = ("source", "working", "saved")
+"""Addresses of a state before the pass, of the one that it leaves, and of the one that it saves, 0 for none."""
 
 TEXT_FIELDS = ("row", "start")
 
@@ -52,7 +56,7 @@ class LayerPlace(NamedTuple):
         end: the first free slot.
         window: tokens that a token sees; `None`: all.
         dropped: slots of each text that are no longer in the layer.
-        states: recurrent states `(rows, …)` of the layer, without gaps.
+        states: `STATE_FIELDS` of each recurrent state of the layer, as tensors `(rows, …)` without gaps.
     """
 
     keys: torch.Tensor | None
@@ -60,7 +64,7 @@ class LayerPlace(NamedTuple):
     end: int
     window: int | None
     dropped: int
-    states: tuple[torch.Tensor, ...] = ()
+    states: Sequence[Sequence[torch.Tensor | None]] = ()
 
     def fields(self, first: int) -> list[int]:
         """Return the layer's `FIELDS`.
@@ -96,6 +100,6 @@ def cache_table(counts: Sequence[int], layers: Sequence[LayerPlace], texts: Sequ
     states: list[int] = []
     for layer in layers:
         fields += layer.fields(at + len(states))
-        states += [state.data_ptr() for state in layer.states]
+        states += [0 if one is None else one.data_ptr() for state in layer.states for one in state]
     numbers = [*counts, of_texts, *fields, *(number for text in texts for number in text), *states]
     return (ctypes.c_int64 * len(numbers))(*numbers)

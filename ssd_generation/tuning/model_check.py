@@ -30,7 +30,7 @@ from torch.nn import functional
 from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
 
-from ..cache.recurrent import slots_of
+from ..cache.recurrent import has_states, slots_of
 from ..decoding.refusals import NO_CACHE, CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.captured.conditions import (
@@ -72,6 +72,8 @@ _SCRIPTS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((3, 0), (1, _WIDE - 1), (0, 0)),
     ((0, 2), (3, 0), (1, 0)),
 )
+
+_CHECKED = "the model's own code is checked"
 
 _TOLERANCE = 2e-3
 """Highest root mean square of the logits' difference over their standard deviation; rounding stays far below."""
@@ -299,8 +301,9 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
         forbid_capture(model, None)
         is_captured = why_not_captured(model) is None
         captured, how = _difference(model, text, plain, decode) if is_captured else None, None
-        if captured is not None or not is_captured:
-            forbid_capture(model, captured)
+        if captured is not None or not is_captured or has_states(model):
+            # Models with states run by their own code in some places, and drafts of theirs do.
+            forbid_capture(model, captured or (_CHECKED if is_captured else None))
             own, how = _least_difference(model, text, plain, decode, is_batch, least_needed(model))
             if own is not None:
                 return ModelCheck(refusal=own)
@@ -320,7 +323,7 @@ def _captured_difference_of_rows(
     """Return `_difference` of captured passes over several rows, where there may be any; none are made afterwards."""
     forbid_batch_capture(model, None)
     found = None if why_no_batch_captured(model) is not None else _difference(model, text, plain, decode)
-    forbid_batch_capture(model, "the model's own code is checked")
+    forbid_batch_capture(model, _CHECKED)
     return found
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.recurrent import has_states
 from ..config.values import BITWISE, NUMERIC
 from ..forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
 from ..forward.captured.conditions import why_no_batch_captured, why_not_captured
@@ -48,9 +47,6 @@ def plan_passes(
     # With "numeric" in half precision the model's own kernels run, so that the text is plain `generate`'s.
     own_kernels = exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
     refusal = _why_by_own_code(model, rows, exactness, returns_states)
-    if is_check and has_states(model):
-        # What is not captured falls back on the model's own code, whose passes over several tokens may differ.
-        return PassPlan(False, False, None, False, own_kernels, "the model is checked")
     if is_check:
         batch_invariance = batch_invariance_to_check(model, exactness) if refusal is None else None
         return PassPlan(refusal is None, False, batch_invariance, False, own_kernels, "the model is checked")

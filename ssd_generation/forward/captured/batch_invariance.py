@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ...cache.buffered_layers import BufferedLayer, BufferedSlidingLayer, BufferedStatesLayer
-from ...cache.recurrent import has_no_keys
+from ...cache.recurrent import PassStates, has_no_keys
 from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.ops.linear import native_linear
 from .cache_attention import CacheAttention
@@ -99,7 +99,7 @@ class RowAttention(CacheAttention):
         at: int,
         count: int,
         texts: Sequence[TextPlace] = ONE_TEXT,
-        states: Sequence[Any] | None = None,
+        states: PassStates | None = None,
     ) -> None:
         """Begin a pass over `count` tokens of each text, after the slots that each layer holds."""
         super().begin(layers, at, count, texts, states)

@@ -11,10 +11,13 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ...cache.buffered_layers import BufferedLayer, BufferedStatesLayer
-from ...cache.recurrent import has_no_keys, states_in
+from ...cache.recurrent import PassStates, has_no_keys
 from ...native.cache_table import ONE_TEXT, LayerPlace, TextPlace, cache_table
 
 __all__ = ["CacheAttention", "live_layers"]
+
+
+_NO_STATES = PassStates([])
 
 
 class CacheAttention:
@@ -26,7 +29,7 @@ class CacheAttention:
     """
 
     __slots__ = (
-        "_begun", "_dropped", "_layers", "_table", "at", "count", "ends", "key_buffers", "mask", "texts",
+        "_begun", "_dropped", "_table", "at", "count", "ends", "key_buffers", "mask", "states", "texts",
         "value_buffers", "windows",
     )  # fmt: skip
 
@@ -40,7 +43,7 @@ class CacheAttention:
         at: int,
         count: int,
         texts: Sequence[TextPlace] = ONE_TEXT,
-        states: Sequence[Any] | None = None,
+        states: PassStates | None = None,
     ) -> None:
         """Begin a pass over some tokens, for which the buffers must be large enough.
 
@@ -49,10 +52,10 @@ class CacheAttention:
             at: the slot of the first token of each text.
             count: tokens of each text.
             texts: places of the texts in the cache.
-            states: layers of which recurrent states are read and written, where these are others.
+            states: recurrent states of the pass, where these are others than those of the layers.
         """
         self.texts = texts
-        self._layers = layers if states is None else states
+        self.states = PassStates.of(layers) if states is None else states
         ends = [getattr(layer, "end", 0) for layer in layers]
         self._dropped = [
             getattr(layer, "cumulative_length", end) - end for layer, end in zip(layers, ends, strict=True)
@@ -62,37 +65,36 @@ class CacheAttention:
         self.ends = [at] * len(layers)
         self.windows: list[int | None] = [None] * len(layers)
         self._table, self._begun = None, at
-        self.move_to(at, count)
+        self._stand_at(at, count)
 
     def move_to(self, at: int, count: int) -> None:
         """Continue with `count` tokens of each text, the first of them at slot `at`."""
+        self._stand_at(at, count)
+        if any(self.states.layers):
+            self.states, self._table = self.states.go_on(), None
+
+    def _stand_at(self, at: int, count: int) -> None:
         self.at, self.count = at, count
         self.mask.clear()
         if self._table is not None:
-            self._table[:3] = self._counts()
+            self._table[:4] = self._counts()
 
     def _counts(self) -> list[int]:
         """Return the numbers of the table's header that depend on the pass."""
-        return [self.count * len(self.texts), self.at - self._begun, self.count]
+        return [self.count * len(self.texts), self.at - self._begun, self.count, self.states.saved_after]
 
     def table(self) -> int:
         """Return the address of the table of the cache that JIT-compiled kernels read (native/cache_table.py)."""
         if self._table is None:
-            states = map(states_in, self._layers)
-            layers = zip(
-                self.key_buffers, self.value_buffers, self.ends, self.windows, self._dropped, states, strict=True
-            )
+            places = self.key_buffers, self.value_buffers, self.ends, self.windows, self._dropped, self.states.layers
+            layers = zip(*places, strict=True)
             self._table = cache_table(self._counts(), [LayerPlace(*layer) for layer in layers], self.texts)
         return ctypes.addressof(self._table)
-
-    def states(self, layer: int, kind: str, index: int) -> torch.Tensor:
-        """Return a state of the cache, `(rows, …)`; arguments as in `state_steps.StatePlace`."""
-        return getattr(self._layers[layer], kind)[index]  # type: ignore[no-any-return]
 
     def let_go(self) -> None:
         """Release all tensors of a cache, which may be about to grow, or to be dropped."""
         self.key_buffers = self.value_buffers = []
-        self._layers, self._table = (), None
+        self.states, self._table = _NO_STATES, None
         self.mask.clear()
 
     def _mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:

@@ -381,7 +381,8 @@ def capture_pass(
             result = result[0] if gives_state else result
             result = result.new_zeros((length, *result.shape[1:]))
             form, rows = state_at(place, states), tuple(of_token.values())
-            made = StateStep(name, function, place, form, tuple(nodes), rows, tuple(sorted(others.items())))
+            dtypes = tuple(tensor.dtype for tensor in tensors.values())
+            made = StateStep(name, function, place, form, tuple(nodes), dtypes, rows, tuple(sorted(others.items())))
             node = capture.graph.call_function(run_step, (attend, capture.argument(made), *nodes.values()))
             capture.noted(node, result, writes=True)  # into the cache, which `attend` represents
         return (result, represented) if gives_state else result

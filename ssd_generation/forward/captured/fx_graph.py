@@ -15,7 +15,7 @@ __all__ = ["Attention", "CapturedPass", "Program", "at_length", "compile_pass", 
 
 
 class Attention(Protocol):
-    """Attention of a captured pass."""
+    """Attention of a captured pass. One with recurrent states takes a `CacheAttention`, which holds them."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
@@ -24,9 +24,6 @@ class Attention(Protocol):
 
         Shapes: query `(1, H, n, D)`, key and value `(1, G, n, D)`; the result is `(1, n, H, D)`.
         """
-
-    def states(self, layer: int, kind: str, index: int) -> torch.Tensor:
-        """Return a recurrent state of the cache, `(rows, …)`; arguments as in `state_steps.StatePlace`."""
 
 
 @dataclass(frozen=True)

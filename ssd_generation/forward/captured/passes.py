@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ...cache.buffered_layers import BufferedLayer, append_written
-from ...cache.recurrent import fork_states, keeps_states
+from ...cache.recurrent import PassStates
 from ...config import SkipConfig
 from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.codegen.compiler import why_not
@@ -197,14 +197,6 @@ class CapturedPasses:
             return None  # torch's attention would accept it
         return live
 
-    def states_for_draft(self, cache: Cache) -> list[Any]:
-        """Return the layers of a cache with copies of their recurrent states, of those that the draft computes."""
-        layers: list[Any] = cache.layers
-        return [
-            fork_states(layer) if keeps_states(layer) and index not in self._skipped else layer
-            for index, layer in enumerate(layers)
-        ]
-
     def begin_cache(self, cache: Cache, rows: int = 1) -> None:
         """Initialise the layers of a new cache for their contents, as a first pass of the model's own would.
 
@@ -232,7 +224,7 @@ class CapturedPasses:
         count: int,
         ahead: int,
         texts: Sequence[TextPlace],
-        states: Sequence[Any] | None = None,
+        states: PassStates | None = None,
     ) -> bool:
         """Begin the attention of a pass; `False` where the cache is of another kind. Arguments as in `run`."""
         live = self._live(cache)
@@ -257,7 +249,7 @@ class CapturedPasses:
         ahead: int = 0,
         width: int | None = None,
         texts: Sequence[TextPlace] = ONE_TEXT,
-        states: Sequence[Any] | None = None,
+        states: PassStates | None = None,
     ) -> torch.Tensor | None:
         """Run a pass.
 
@@ -270,7 +262,7 @@ class CapturedPasses:
             ahead: tokens that this round's draft will have in all, to reserve cache for them at once.
             width: width to fill the pass up to; by default that of `batch_invariance`, where there is one.
             texts: place of each text in the cache, in which all end at the same slot.
-            states: layers with the recurrent states of a draft; `None`: those of the cache.
+            states: recurrent states of the pass; `None`: those of the cache, changed in place.
 
         Returns:
             Logits `(B, n, V)`, or `None` where there is no captured pass to run: nothing has happened then. From passes

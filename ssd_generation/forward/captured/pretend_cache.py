@@ -97,7 +97,8 @@ class _PretendStates(cache_utils.LinearAttentionLayer):
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
         if recurrent_states is not self.recurrent_states[state_idx]:
             raise CannotCapture("a layer computes its state itself")
-        return recurrent_states
+        same: torch.Tensor = recurrent_states
+        return same
 
 
 class _PretendBoth(_PretendStates, PretendLayer):

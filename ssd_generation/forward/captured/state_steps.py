@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -54,7 +54,8 @@ STATE_OF = {
 """Functions that compute one token's step, and the name of the argument that is the state."""
 
 
-class StatePlace(NamedTuple):
+@dataclass(frozen=True, order=True)
+class StatePlace:
     """Place of a state in a cache.
 
     Attributes:
@@ -78,6 +79,7 @@ class StateStep:
         place: place of its state.
         state: the state as kernels know it.
         tensors: names of its arguments that are tensors, in the order of the node's.
+        dtypes: types of these. A draft's may be others, and are cast.
         of_token: of each of these, whether it has a row for each token; others are the same for all.
         others: the other arguments.
     """
@@ -87,6 +89,7 @@ class StateStep:
     place: StatePlace
     state: State
     tensors: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
     of_token: tuple[bool, ...]
     others: tuple[tuple[str, Any], ...]
 
@@ -106,34 +109,46 @@ def run_step(attention: CacheAttention, step: StateStep, *tensors: torch.Tensor)
     Returns:
         Results `(n, …)`; zeros for tokens that fill the pass up.
     """
-    state = attention.states(*step.place)
+    state = attention.states.layers[step.state.layer][step.state.number]
+    if state.source is not state.working:
+        state.working.copy_(state.source)
     of_token = [tensor for tensor, has_rows in zip(tensors, step.of_token, strict=True) if has_rows]
+    given = [tensor.to(dtype) for tensor, dtype in zip(tensors, step.dtypes, strict=True)]
     found: list[torch.Tensor] = []
     for text, place in enumerate(attention.texts):
-        own = state[place.row : place.row + 1]
-        for token in range(text * attention.count, (text + 1) * attention.count):
-            given = {
-                name: tensor[token : token + 1] if has_rows else tensor
-                for name, tensor, has_rows in zip(step.tensors, tensors, step.of_token, strict=True)
-            }
-            result = step.function(**given, **{STATE_OF[step.name]: own}, **dict(step.others))
+        own = state.working[place.row : place.row + 1]
+        begin = text * attention.count
+        for token in range(begin, begin + attention.count):
+            if token - begin == attention.states.saved_after and state.saved is not None:
+                state.saved[place.row : place.row + 1].copy_(own)
+            parts = [
+                tensor[token : token + 1] if has_rows else tensor
+                for tensor, has_rows in zip(given, step.of_token, strict=True)
+            ]
+            result = step.function(**step.given(parts), **{STATE_OF[step.name]: own})
             if isinstance(result, tuple):
                 result, after = result
                 own.copy_(after)
             found.append(result)
     if (missing := len(of_token[0]) - len(found)) > 0:
         found.append(found[0].new_zeros((missing, *found[0].shape[1:])))
-    return torch.cat(found)
+    whole = torch.cat(found)
+    dtype, captured = next((t.dtype, kind) for t, kind in zip(tensors, step.dtypes, strict=True))
+    return whole if dtype is captured else whole.to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the layers
 
 
-@functools.lru_cache(maxsize=256)
 def _steps_in(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of the functions for steps that the forward of a class calls."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return _steps_of(kind.forward)
+
+
+@functools.lru_cache(maxsize=256)
+def _steps_of(forward: Callable[..., Any]) -> frozenset[str]:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     return frozenset() if code is None else frozenset(STATE_OF) & set(code.co_names)
 
 

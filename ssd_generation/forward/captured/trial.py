@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from ...cache.buffered_layers import add_buffers
-from ...cache.recurrent import has_states, has_states_alone
+from ...cache.recurrent import PassState, PassStates, has_states, has_states_alone
 from ...native.cache_table import ONE_TEXT
 from ...support.versions import cache_argument
 from ..rounding import agree, moved_embeddings
@@ -18,7 +18,7 @@ from ..structure.positions import cut_to_table
 from .cache_attention import CacheAttention
 from .capture import CannotCapture
 from .fx_graph import Program
-from .state_steps import StatePlace, states_of
+from .state_steps import states_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +96,9 @@ def _sensitivity(
 ) -> torch.Tensor:
     """Return how far logits move where the embeddings are rounded differently."""
     moved = moved_embeddings(model, ids)
-    return (_logits(model, cache, positions, inputs_embeds=moved) - expected).norm()
+    logits = _logits(model, cache, positions, inputs_embeds=moved)
+    distance: torch.Tensor = (logits - expected).norm()
+    return distance
 
 
 def _logits(model: PreTrainedModel, cache: Cache, positions: torch.Tensor, **tokens: torch.Tensor) -> torch.Tensor:
@@ -106,12 +108,12 @@ def _logits(model: PreTrainedModel, cache: Cache, positions: torch.Tensor, **tok
     """
     (name, given), at = next(iter(tokens.items())), cache_argument(model)
     each = 1 if has_states(model) else given.shape[1]
-    places: Any = positions.split(each, dim=1)
+    places: Any = torch.split(positions, each, dim=1)
     if has_states_alone(model):
         places = [None] * len(places)
     found = [
         model(**{name: part, at: cache}, **({} if place is None else {"position_ids": place}), use_cache=True).logits
-        for part, place in zip(given.split(each, dim=1), places, strict=True)
+        for part, place in zip(torch.split(given, each, dim=1), places, strict=True)
     ]
     return torch.cat(found, dim=1).float()
 
@@ -125,14 +127,13 @@ def try_out(model: PreTrainedModel, program: Program) -> None:
         model: the target model.
         program: the draft's pass.
     """
-
     forms = states_of(model) if has_states(model) else {}
+    layers: list[list[PassState]] = [[] for _ in range(1 + max((place.layer for place in forms), default=0))]
+    for place in sorted(forms):
+        layers[place.layer].append(PassState(*[forms[place].clone()] * 2))
 
     class Nothing:
-        texts, count = ONE_TEXT, program.length
-
-        def states(self, layer: int, kind: str, index: int) -> torch.Tensor:
-            return forms[StatePlace(layer, kind, index)].clone()
+        states, texts, count = PassStates(layers), ONE_TEXT, program.length
 
         def attend(
             self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float

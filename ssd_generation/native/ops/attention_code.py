@@ -50,8 +50,11 @@ class _Attention(Module):
         return cache, [b.load(self.at(b, entry, integer(n), I64), typ=I64) for n in range(len(FIELDS))]
 
     def _header(self, b: Any, cache: Any) -> tuple[Any, Any, Any, Any]:
-        """Load the `HEADER`, with the address of the texts' fields in place of their index."""
-        count, ahead, each, texts = (b.load(self.at(b, cache, integer(n), I64), typ=I64) for n in range(len(HEADER)))
+        """Load what attention needs of the `HEADER`, with the address of the texts' fields in place of their index."""
+        count, ahead, each, texts = (
+            b.load(self.at(b, cache, integer(HEADER.index(name)), I64), typ=I64)
+            for name in ("tokens", "ahead", "tokens per text", "texts")
+        )
         return count, ahead, each, self.at(b, cache, texts, I64)
 
     def _text(self, b: Any, texts: Any, each: Any, token: Any) -> tuple[Any, Any, Any]:

@@ -150,7 +150,8 @@ def _with_rows_at(
     if len(others) > 2:
         return None
     groups, columns = ([1, 1, *others])[-2:]
-    found = [(row, *([0, 0, *one])[-2:]) for row, one in zip(to_row, ways, strict=True)]
+    pairs = [([0, 0, *one])[-2:] for one in ways]
+    found = [(row, to_group, to_column) for row, (to_group, to_column) in zip(to_row, pairs, strict=True)]
     if of_columns and columns > 1 and (found[0][2] != 1 or any(to_column not in (0, 1) for _, _, to_column in found)):
         return None
     return (groups, columns), found

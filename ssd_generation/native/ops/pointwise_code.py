@@ -1,6 +1,7 @@
 """Code for elementwise operations with broadcasting, and for means, in LLVM IR.
 
-Each result is computed in float32 and rounded. The exponential and the logarithm are computed by the same instructions at every place, so bits do not depend on it.
+Each result is computed in float32 and rounded. The exponential and the logarithm are computed by the same instructions
+at every place, so bits do not depend on it.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ class _Pointwise(Module):
         y, groups, columns = task.operand(b, 2), task.field(b, 4), task.field(b, 5)
         y_row, y_group = task.field(b, 6), task.field(b, 7)
         at, operands = 8, []
-        for stored, where, by_column in self._operands:
+        for stored, where, of_column in self._operands:
+            by_column = of_column == "1"
             if where == "n":
                 operands.append((None, self.spread(b, task.number(b, at)), None, "", False))
                 at += 1
             elif where == "w":
-                operands.append((task.address(b, at), None, task.field(b, at + 1), stored, by_column == "1"))
+                operands.append((task.address(b, at), None, task.field(b, at + 1), stored, by_column))
                 at += 2
             else:
                 strides = task.field(b, at + 2), task.field(b, at + 3)
-                operands.append((task.operand(b, at), strides[0], strides[1], stored, by_column == "1"))
+                operands.append((task.operand(b, at), strides[0], strides[1], stored, by_column))
                 at += 4
         pieces = b.sdiv(b.add(columns, integer(LANES - 1)), integer(LANES))
         first, end = task.share(b, b.mul(b.mul(task.entry(b, 0), groups), pieces))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..sequence import Step
+from ..sequence import Operand, Step
 from .kernels import NAMES, flags, kernel
 from .pointwise import NoKernel, Part
 
@@ -77,12 +77,13 @@ def convolution(state: State, given: Given, result: Part) -> Step:
     held = [weight]
     if bias is not None:
         held.append(_weight(bias, (channels,)))
-        if bias.dtype is not weight.dtype:
+        if bias.dtype not in NAMES:
             raise NoKernel
-    parts = NAMES[weight.dtype], channels, taps, activation is not None, bias is not None
+    parts = NAMES[weight.dtype], "" if bias is None else NAMES[bias.dtype], channels, taps, activation is not None
     address = kernel("states", "convolution", NAMES[dtype], NAMES[state.dtype], *parts)
     addresses = [*(tensor.data_ptr() for tensor in held), 0][:2]
-    fields = [x.operand(), result.operand(True), *addresses, int(x.like.stride(0)), state.layer, state.number]
+    fields: list[int | Operand] = [x.operand(), result.operand(True), *addresses, int(x.like.stride(0))]
+    fields += [state.layer, state.number]
     return Step("convolution", address, flags(channels // _LANES, 2), fields, held)
 
 
@@ -130,8 +131,8 @@ def scan(state: State, given: Given, result: Part) -> Step:
     """Return the kernel of a selective scan.
 
     In Mamba 2 x and Δ are `(n, H, P)`, B and C `(n, G, N)`, A `(H, P, N)`, D and the bias `(H, P)`, the same for all P
-    but x and z; the state is `(H, P, N)`. In Mamba x and Δ are `(n, H)`, B and C `(n, N)`, A `(H, N)`, D `(H,)`, and the
-    state is `(H, N)`.
+    but x and z; the state is `(H, P, N)`. In Mamba x and Δ are `(n, H)`, B and C `(n, N)`, A `(H, N)`, D `(H,)`, and
+    the state is `(H, N)`.
 
     Raises:
         NoKernel: there is none for these arguments.

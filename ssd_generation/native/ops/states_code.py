@@ -8,17 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
-from ..cache_table import FIELDS, HEADER, TEXT_FIELDS
+from ..cache_table import FIELDS, HEADER, STATE_FIELDS, TEXT_FIELDS
 from ..codegen.builder import ADDRESS, FLOAT, I32, I64, LANES, STORED, Module, Task, integer, splat
 
 __all__ = ["states_module"]
 
 _SIDE_BY_SIDE = (4, 2, 1)
 """Numbers of vectors of a state's columns that are computed at the same time, where there are as many."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Part of a text's state that is computed alone.
+
+    Attributes:
+        index: its index among the parts.
+        source, working, saved: addresses of the part, as in `cache_table.STATE_FIELDS`.
+        is_elsewhere: whether the source is another than the working state.
+        begin, end: range of the text's tokens in the pass.
+        save_at: token before which the state is saved.
+    """
+
+    index: Any
+    source: Any
+    working: Any
+    saved: Any
+    is_elsewhere: Any
+    begin: Any
+    end: Any
+    save_at: Any
 
 
 class _States(Module):
@@ -50,13 +73,31 @@ class _States(Module):
         kind = STORED[stored]
         b.store(self.narrow(b, values, stored), self.at(b, address, place, kind), align=1)
 
+    def _copy(self, b: Any, source: Any, target: Any, count: int) -> None:
+        """Copy numbers of a state."""
+        kind = STORED[self._state]
+        with self.loop(b, integer(0), integer(count), integer(LANES), []) as (place, _):
+            left = b.sub(integer(count), place)
+            values = self.floats(b, self.load(b, self.at(b, source, place, kind), kind, left), self._state)
+            self.store_many(b, values, self.at(b, target, place, kind), left, self._state)
+
+    def _bring(self, b: Any, item: _Item, count: int) -> None:
+        """Bring a part of the source to where the pass changes it."""
+        with b.if_then(item.is_elsewhere):
+            self._copy(b, item.source, item.working, count)
+
+    def _save(self, b: Any, item: _Item, token: Any, count: int) -> None:
+        """Save a part of the state before the token from which on tokens may be rejected."""
+        with b.if_then(b.icmp_signed("==", token, item.save_at)):
+            self._copy(b, item.working, item.saved, count)
+
     @contextmanager
-    def _items(self, b: Any, task: Task, at: int, items: int, size: int) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """Build the loop over the items of all texts; yield the item, the text's state, and its tokens' range.
+    def _items(self, b: Any, task: Task, at: int, items: int, size: int) -> Iterator[_Item]:
+        """Build the loop over the items of all texts.
 
         Args:
             at: place in the record of the layer's index; that of the state follows.
-            items: number of items of a text.
+            items: number of items of a text, each of which has as many numbers of the state.
             size: numbers of a state in one row.
         """
         cache = b.inttoptr(task.entry(b, 2), ADDRESS)
@@ -66,30 +107,39 @@ class _States(Module):
 
         layer = b.add(b.mul(task.field(b, at), integer(len(FIELDS))), integer(len(HEADER)))
         states = entry(b.add(layer, integer(FIELDS.index("states"))))
-        state = b.inttoptr(entry(b.add(states, task.field(b, at + 1))), ADDRESS)
-        total, each, texts = entry(integer(0)), entry(integer(2)), entry(integer(3))
+        state = b.add(states, b.mul(task.field(b, at + 1), integer(len(STATE_FIELDS))))
+        addresses = [entry(b.add(state, integer(n))) for n in range(len(STATE_FIELDS))]
+        total, each, after, texts = (
+            entry(integer(HEADER.index(name))) for name in ("tokens", "tokens per text", "saved after", "texts")
+        )
         first, end = task.share(b, b.mul(b.sdiv(total, each), integer(items)))
         with self.loop(b, first, end, integer(1), []) as (place, _):
             text, item = b.sdiv(place, integer(items)), b.srem(place, integer(items))
             row = entry(b.add(texts, b.mul(text, integer(len(TEXT_FIELDS)))))
-            own = self.at(b, state, b.mul(row, integer(size)), STORED[self._state])
+            own = b.add(b.mul(row, integer(size)), b.mul(item, integer(size // items)))
+            source, working, saved = (
+                self.at(b, b.inttoptr(one, ADDRESS), own, STORED[self._state]) for one in addresses
+            )
             begin = b.mul(text, each)
-            yield item, own, begin, b.add(begin, each)
+            may_save = b.icmp_signed("!=", addresses[2], integer(0))
+            save_at = b.select(may_save, b.add(begin, after), integer(-1))
+            is_elsewhere = b.icmp_signed("!=", addresses[0], addresses[1])
+            yield _Item(item, source, working, saved, is_elsewhere, begin, b.add(begin, each), save_at)
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def convolution(self, weight: str, channels: int, taps: int, activates: bool, has_bias: bool) -> None:
-        """Append each token to the last ones and sum the products with the weights of each channel, of these K tokens.
+    def convolution(self, weight: str, bias_type: str, channels: int, taps: int, activates: bool) -> None:
+        """Append each token to the last ones, and multiply the last K tokens by the weights of each channel.
 
-        The record: x, y, weight `(C, K)`, bias `(C,)`, stride of x from a token to the next, layer, state `(C, K)`. y is
-        `(n, C)`.
+        The record: x, y, weight `(C, K)`, bias `(C,)`, stride of x from a token to the next, layer, state `(C, K)`. y
+        is `(n, C)`.
 
         Args:
-            weight: type of weight and bias.
+            weight: type of the weight.
+            bias_type: type of the bias; empty where there is none.
             channels: C, a multiple of 16.
             taps: K.
             activates: whether SiLU follows.
-            has_bias: whether there is a bias.
         """
         b, task = self.kernel()
         x, y, weights, biases = task.operand(b, 2), task.operand(b, 4), task.address(b, 6), task.address(b, 7)
@@ -99,19 +149,30 @@ class _States(Module):
         def lanes(numbers: list[int]) -> Any:
             return ir.Constant(ir.VectorType(I32, len(numbers)), numbers)
 
-        with self._items(b, task, 9, channels // LANES, channels * taps) as (block, state, begin, end):
-            channel = b.mul(block, integer(LANES))
-            place = self.at(b, state, b.mul(channel, integer(taps)), STORED[self._state])
+        def together(values: list[Any]) -> Any:
+            """Bring the taps of a channel next to each other: vectors are joined one after the other, and mixed."""
+            joined = values[0]
+            for k, value in enumerate(values[1:], start=1):
+                count = LANES * k
+                padded = b.shuffle_vector(value, value, lanes([at % LANES for at in range(count)]))
+                joined = b.shuffle_vector(joined, padded, lanes([*range(count), *range(count, count + LANES)]))
+            order = [LANES * k + at for at in range(LANES) for k in range(taps)]
+            return b.shuffle_vector(joined, joined, lanes(order))
+
+        with self._items(b, task, 9, channels // LANES, channels * taps) as item:
+            channel = b.mul(item.index, integer(LANES))
             of_weights = self.at(b, weights, b.mul(channel, integer(taps)), STORED[weight])
             stored = b.load(of_weights, typ=ir.VectorType(STORED[weight], LANES * taps), align=1)
             factors = [
                 self.floats(b, b.shuffle_vector(stored, stored, lanes([taps * at + k for at in range(LANES)])), weight)
                 for k in range(taps)
             ]
-            bias = self._vector(b, biases, channel, weight) if has_bias else splat(FLOAT, 0.0)
-            held = b.load(place, typ=wide, align=1)
+            bias = self._vector(b, biases, channel, bias_type) if bias_type else splat(FLOAT, 0.0)
+            held = b.load(item.source, typ=wide, align=1)
             last = [b.shuffle_vector(held, held, lanes([taps * at + k for at in range(LANES)])) for k in range(taps)]
-            with self.loop(b, begin, end, integer(1), last) as (token, carried):
+            with self.loop(b, item.begin, item.end, integer(1), last) as (token, carried):
+                with b.if_then(b.icmp_signed("==", token, item.save_at)):
+                    b.store(together(carried), item.saved, align=1)
                 new = self.activations(b, x, b.add(b.mul(token, stride), channel), integer(LANES))
                 carried[:] = [*carried[1:], self.narrow(b, new, self._state)]
                 total = bias
@@ -120,14 +181,7 @@ class _States(Module):
                 if activates:
                     total = self.silu(b, self.rounded(b, total))
                 self._store(b, total, y, b.add(b.mul(token, integer(channels)), channel), self.activation)
-            # Back to the taps of a channel next to each other: pairs of vectors are joined, and joined again.
-            joined = last[0]
-            for k, value in enumerate(last[1:], start=1):
-                count = LANES * k
-                padded = b.shuffle_vector(value, value, lanes([at % LANES for at in range(count)]))
-                joined = b.shuffle_vector(joined, padded, lanes([*range(count), *range(count, count + LANES)]))
-            order = [LANES * k + at for at in range(LANES) for k in range(taps)]
-            b.store(b.shuffle_vector(joined, joined, lanes(order)), place, align=1)
+            b.store(together(last), item.working, align=1)
         b.ret_void()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -186,10 +240,12 @@ class _States(Module):
         def at_key(table: Any, key: Any) -> Any:
             return self.spread(b, b.load(self.at(b, table, key, FLOAT), typ=FLOAT))
 
-        with self._items(b, task, 19, heads, heads * keys * values) as (head, state, begin, end):
-            own = self.at(b, state, b.mul(head, integer(keys * values)), STORED[self._state])
+        with self._items(b, task, 19, heads, heads * keys * values) as item:
+            head, own = item.index, item.working
+            self._bring(b, item, keys * values)
             key_head = b.sdiv(head, integer(heads // key_heads))
-            with self.loop(b, begin, end, integer(1), []) as (token, _):
+            with self.loop(b, item.begin, item.end, integer(1), []) as (token, _):
+                self._save(b, item, token, keys * values)
                 of_keys = b.mul(key_head, integer(keys))
                 normed(q, queries, b.add(b.mul(token, strides[0]), of_keys), keys**-0.5)
                 normed(k, keyed, b.add(b.mul(token, strides[1]), of_keys), 1.0)
@@ -257,8 +313,8 @@ class _States(Module):
         """Compute a step of a selective scan: h ← e^(Δ A) h + Δ x Bᵀ, y = h C + D x.
 
         The record: x, Δ, B, C, z, y, the strides of the first five from a token to the next, A, D and the bias of Δ,
-        layer, state `(H, P, N)`. y is `(n, H, P)`. (Mamba, Gu and Dao, arXiv 2312.00752, equation 2; Mamba 2, Dao and Gu,
-        arXiv 2405.21060.)
+        layer, state `(H, P, N)`. y is `(n, H, P)`. (Mamba, Gu and Dao, arXiv 2312.00752, equation 2; Mamba 2, Dao and
+        Gu, arXiv 2405.21060.)
 
         Args:
             steps: type of Δ.
@@ -276,10 +332,12 @@ class _States(Module):
         x, dt, to_state, from_state, z, y = (task.operand(b, at) for at in range(2, 14, 2))
         x_stride, dt_stride, b_stride, c_stride, z_stride = (task.field(b, at) for at in range(14, 19))
         decay_of, skip_of, bias_of = (task.address(b, at) for at in (19, 20, 21))
-        with self._items(b, task, 22, heads, heads * size * states) as (head, state, begin, end):
-            own = self.at(b, state, b.mul(head, integer(size * states)), STORED[self._state])
+        with self._items(b, task, 22, heads, heads * size * states) as item:
+            head, own = item.index, item.working
+            self._bring(b, item, size * states)
             group = b.sdiv(head, integer(heads // groups))
-            with self.loop(b, begin, end, integer(1), []) as (token, _):
+            with self.loop(b, item.begin, item.end, integer(1), []) as (token, _):
+                self._save(b, item, token, size * states)
                 step = self._number(b, dt, b.add(b.mul(token, dt_stride), head), steps)
                 if has_bias:
                     step = b.fadd(step, self._number(b, bias_of, head, "float32"))
