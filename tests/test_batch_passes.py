@@ -347,9 +347,9 @@ def test_padding_at_left(padding: list[int], kind: torch.dtype, hole: tuple[int,
 def test_the_table_says_where_texts_begin(texts: list[tuple[int, int]], layers: int) -> None:
     states = torch.zeros((2, 3, 5, 8))
     of_layers = [LayerPlace(states, states, at, None, 0) for at in range(layers)]
-    table = cache_table.cache_table([4, 0, 2], of_layers, [TextPlace(*text) for text in texts])
-    assert isinstance(table, ctypes.Array) and list(table[:3]) == [4, 0, 2]
-    assert list(table[table[3] :]) == [number for text in texts for number in text]
+    table = cache_table.cache_table([4, 0, 2, -1], of_layers, [TextPlace(*text) for text in texts])
+    assert isinstance(table, ctypes.Array) and list(table[:4]) == [4, 0, 2, -1]
+    assert list(table[table[4] :]) == [number for text in texts for number in text]
     for at in range(layers):
         fields = dict(zip(FIELDS, table[len(HEADER) + at * len(FIELDS) :], strict=False))
         assert fields["end"] == at and fields["keys"] == states.data_ptr()

@@ -33,6 +33,7 @@ from ssd_generation.cli import main
 from ssd_generation.decoding import pace
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.drafting.self_drafter import SelfDrafter
+from ssd_generation.forward.captured import conditions
 from ssd_generation.forward.eager import row_by_row
 from ssd_generation.forward.eager.module_states import module_states
 from ssd_generation.forward.eager.row_by_row import RowByRowPart
@@ -210,6 +211,13 @@ def test_what_a_user_asks_for(model: Any, request_: Any) -> None:
     assert request_ is not LOOKUP or done.drafted_tokens > 0
 
 
+@pytest.fixture
+def own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes run by the models' own code, as where there are no kernels."""
+    monkeypatch.setattr(conditions, "why_not_on", lambda *_: "their own code is tested")
+
+
+@pytest.mark.usefixtures("own_code")
 def test_no_pass_takes_ever_more_tokens_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model._check().refusal is None  # before passes are counted
     monkeypatch.setattr(pace, "MOST_OWED", 6)
@@ -557,6 +565,7 @@ def test_a_model_whose_passes_differ_is_decoded_plainly(
 
 
 @pytest.mark.parametrize("name", FROM_NOTHING)
+@pytest.mark.usefixtures("own_code")
 def test_a_scan_that_begins_with_nothing_is_gone_through_token_by_token(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

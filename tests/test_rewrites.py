@@ -196,7 +196,7 @@ def test_swapped_and_merged_linear_layers(models: dict[str, Any]) -> None:
         return kernel, lambda weight: groups[id(weight)][1]
 
     merged = after(
-        captured, lambda made: merge_linears(made, lambda weight: groups.get(id(weight), (None,))[0], kernel_of)
+        captured, lambda made: merge_linears(made, lambda weight, bias: groups.get(id(weight), (None,))[0], kernel_of)
     )
     assert close(play(model, merged), expected, 1e-5)
     assert calls == [3, 3] and count(merged, functional.linear) == linears - 6
@@ -470,7 +470,7 @@ def test_inputs_that_are_written_into_are_not_merged() -> None:
 
         return kernel, lambda weight: 0 if weight is TABLE else 1
 
-    check(function, after(traced(function), lambda made: merge_linears(made, lambda weight: both, kernel_of)))
+    check(function, after(traced(function), lambda made: merge_linears(made, lambda weight, bias: both, kernel_of)))
 
 
 def test_only_layers_with_constant_weights_are_swapped() -> None:

@@ -102,7 +102,10 @@ class Context:
         return None if self.columns or self._draft_has_tensors else self._places_in_rows(rows)
 
     def _places_in_rows(self, rows: int) -> Sequence[TextPlace] | None:
-        if self.checkpoint is not None or self.positions is None or self.positions.ndim != 2:
+        if self.positions is None:
+            # A model of states alone has no positions, and its states no padding.
+            return None if self.checkpoint is None else [TextPlace(row, 0) for row in range(rows)]
+        if self.positions.ndim != 2:
             return None
         starts = [0] * rows if self.mask is None else padding_at_left(self.mask)
         return None if starts is None else [TextPlace(row, start) for row, start in enumerate(starts)]

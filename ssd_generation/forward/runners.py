@@ -230,7 +230,7 @@ class CapturedRunner:
         assert self._captured is not None
         positions = context.flat_positions
         if positions is None:
-            positions = torch.full((1, 1), context.length, device=tokens.device)
+            positions = torch.full((len(tokens), 1), context.length, device=tokens.device)
         positions = positions + torch.arange(tokens.shape[1], device=tokens.device)
         if context.checkpoint is not None:
             return self._with_states(tokens, positions, context, places)

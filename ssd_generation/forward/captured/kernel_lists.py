@@ -60,6 +60,11 @@ _POINTWISE = {
 }
 """Elementwise operations that there are kernels for, by the name of torch's function."""
 
+_ELEMENTWISE = {*_POINTWISE.values(), "scale"}
+
+_FEW = 6
+"""Elementwise operations from which on a list of nothing else is faster than torch."""
+
 _OPERANDS = {"add": 2, "sub": 2, "mul": 2, "div": 2}
 """Number of operands of those with more than one."""
 
@@ -427,7 +432,7 @@ class _List:
 
     def close(self, captured: CapturedPass) -> None:
         """Replace the nodes by the list, where that saves anything."""
-        if self.attention is None and len(self.steps) < 2:
+        if self.attention is None and len(self.steps) < (_FEW if self._is_elementwise() else 2):
             return
         wanted = [node for node in self.nodes if self._is_read_outside(node)]
         blocks = [self._block_of(node) for node in wanted]
@@ -442,6 +447,7 @@ class _List:
                 with graph.inserting_after(last):
                     result = last = graph.call_function(operator.getitem, (call, at))
                 result.meta = {**node.meta, "is_view": True}
+            result = last = self._in_its_shape(captured, node, result, last)
             if isinstance(self.values[node], tuple):
                 with graph.inserting_after(last):
                     result = last = graph.call_function(
@@ -454,6 +460,24 @@ class _List:
                 graph.erase_node(node)
             else:  # a view, read elsewhere, of a result of the list
                 last.append(node)
+
+    def _in_its_shape(self, captured: CapturedPass, node: Any, result: Any, last: Any) -> Any:
+        """Return a node that gives a result of the list in the shape that the graph knows, after the node `last`."""
+        value = self.values[node]
+        if isinstance(value, tuple) or tuple(value.block.shape) == tuple(value.like.shape):
+            return result
+        shape, stored = tuple(value.like.shape), tuple(value.block.shape)
+        is_turned = value.like.ndim == 4 and not value.is_whole
+        with captured.graph.inserting_after(last):
+            how = ("transpose", 1, 2) if is_turned else ("view", *shape)
+            made = captured.graph.call_method(how[0], (result, *how[1:]))
+        assert not is_turned or shape == (stored[0], stored[2], stored[1], stored[3])
+        made.meta = {**node.meta, "is_view": True}
+        return made
+
+    def _is_elementwise(self) -> bool:
+        """Tell whether no step does more than one of torch's elementwise operations."""
+        return all(step.name in _ELEMENTWISE for step in self.steps)
 
     def _block_of(self, node: Any) -> Block:
         value = self.values[node]

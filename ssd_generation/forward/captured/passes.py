@@ -51,6 +51,7 @@ from .rewrites import (
     fuse_rotary,
     linear_weight,
     merge_linears,
+    products_to_layers,
     rotate_together,
     share_results,
     swap_experts,
@@ -406,7 +407,8 @@ class CapturedPasses:
         return self._experts[id(module)][1]
 
     def _rewrites(self, model: PreTrainedModel) -> Rewrites:
-        alike = (without_writes, share_results, use_native_rows) if self._is_native else (share_results,)
+        native = products_to_layers, without_writes, share_results, use_native_rows
+        alike = native if self._is_native else (share_results,)
         return Rewrites(alike, (fuse_norms, fuse_rotary) if self.is_draft or model.dtype == torch.float32 else ())
 
 
@@ -454,8 +456,10 @@ def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:
     """Make a draft's linear layers compute from their low-bit copies."""
     copies = held.by_weight
 
-    def group_of(weight: torch.Tensor) -> LowBitCopy | None:
-        return copies[id(weight)][0] if id(weight) in copies else None
+    def group_of(weight: torch.Tensor, bias: torch.Tensor | None) -> LowBitCopy | None:
+        group = copies[id(weight)][0] if id(weight) in copies else None
+        # Where a model adds a layer's bias itself, the copy, which adds it too, is of no use.
+        return None if group is not None and bias is None and group.bias is not None else group
 
     def kernel_of(
         group: LowBitCopy, weights: Sequence[torch.Tensor]

@@ -103,6 +103,25 @@ def without_writes(captured: CapturedPass) -> None:
             node.meta |= {"writes": False, "is_view": False}
 
 
+def products_to_layers(captured: CapturedPass) -> None:
+    """Compute a weight's product with the columns of single tokens, W (C, R) · x (n, R, 1), as a linear layer."""
+    for node in captured.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name.strip("_") != "matmul" or len(node.args) != 2 or node.kwargs:
+            continue
+        weight, x = captured.constant(node.args[0]), node.args[1]
+        shape = x.meta.get("shape") if isinstance(x, Node) else None
+        if weight is None or weight.ndim != 2 or not shape or len(shape) != 3 or shape[2] != 1:
+            continue
+        with captured.graph.inserting_before(node):
+            row = captured.graph.call_method("transpose", (x, 1, 2))
+            row.meta = {**x.meta, "shape": (shape[0], 1, shape[1]), "is_view": True}
+            made = captured.graph.call_function(functional.linear, (row, node.args[0], None))
+            made.meta = {**node.meta, "shape": (shape[0], 1, weight.shape[0])}
+        node.op, node.target, node.args = "call_method", "transpose", (made, 1, 2)
+        node.meta["is_view"] = True
+
+
 def _sharing(captured: CapturedPass, node: Any, without: Any) -> set[Any]:
     """Return the nodes whose results may share the memory of a node's, without one of them."""
     known, count = {node}, 0
@@ -392,14 +411,14 @@ def swap_experts(captured: CapturedPass, swap: Callable[[Any], Callable[..., Any
 
 def merge_linears(
     captured: CapturedPass,
-    group_of: Callable[[torch.Tensor], Any | None],
+    group_of: Callable[[torch.Tensor, torch.Tensor | None], Any | None],
     kernel_of: Callable[[Any, Sequence[torch.Tensor]], tuple[Callable[..., Any], Callable[[torch.Tensor], int] | None]],
 ) -> None:
     """Give linear layers that read the same input, and belong together, one kernel (query, key and value; gate and up).
 
     Args:
         captured: the pass.
-        group_of: weight → the group that it belongs to, or `None` to leave the layer as it is.
+        group_of: weight and bias → the group that they belong to, or `None` to leave the layer as it is.
         kernel_of: `(group, weights)` → the kernel `x (…, K) ↦ tuple of (…, N_i)`, and the index in that tuple by
             weight; for a single layer a kernel `x (…, K) ↦ (…, N)` and `None`.
     """
@@ -407,7 +426,7 @@ def merge_linears(
     written = written_nodes(captured)
     for node in captured.nodes:
         linear = linear_weight(captured, node)
-        group = None if linear is None else group_of(linear[0])
+        group = None if linear is None else group_of(*linear)
         if linear is not None and group is not None:
             # An input that is written into may not be the same for all: such layers stay separate.
             alone = node if node.args[0] in written else None

@@ -110,17 +110,18 @@ def run_step(attention: CacheAttention, step: StateStep, *tensors: torch.Tensor)
         Results `(n, …)`; zeros for tokens that fill the pass up.
     """
     state = attention.states.layers[step.state.layer][step.state.number]
-    if state.source is not state.working:
-        state.working.copy_(state.source)
     of_token = [tensor for tensor, has_rows in zip(tensors, step.of_token, strict=True) if has_rows]
     given = [tensor.to(dtype) for tensor, dtype in zip(tensors, step.dtypes, strict=True)]
     found: list[torch.Tensor] = []
     for text, place in enumerate(attention.texts):
-        own = state.working[place.row : place.row + 1]
+        rows = slice(place.row, place.row + 1)
+        own = state.working[rows]
+        if state.source is not state.working:
+            own.copy_(state.source[rows])
         begin = text * attention.count
         for token in range(begin, begin + attention.count):
             if token - begin == attention.states.saved_after and state.saved is not None:
-                state.saved[place.row : place.row + 1].copy_(own)
+                state.saved[rows].copy_(own)
             parts = [
                 tensor[token : token + 1] if has_rows else tensor
                 for tensor, has_rows in zip(given, step.of_token, strict=True)
