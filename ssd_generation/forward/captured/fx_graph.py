@@ -92,27 +92,17 @@ class CapturedPass:
         leaf = weights.pop()
         weight = self.constants[leaf.target].detach()
 
-        def value(one: Any, of: torch.Tensor) -> Any:
-            if one is leaf:
-                return of
-            args, kwargs = map_aggregate(
-                (one.args, one.kwargs), lambda entry: value(entry, of) if isinstance(entry, Node) else entry
-            )
-            return (
-                one.target(*args, **kwargs)
-                if one.op == "call_function"
-                else getattr(args[0], one.target)(*args[1:], **kwargs)
-            )
+        value = _computation(node, leaf)
 
         def compact(of: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = value(node, of)
+            found: torch.Tensor = value(of)
             for dim, stride in enumerate(found.stride()):
                 if not stride and found.shape[dim]:
                     found = found.narrow(dim, 0, 1)
             return found.float() if as_float else found
 
         with torch.no_grad():
-            whole = value(node, weight)
+            whole = value(weight)
             if not isinstance(whole, torch.Tensor):
                 return None
             held = compact(weight)
@@ -156,6 +146,21 @@ class CapturedPass:
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
             copies[node].meta = {**node.meta, "shape": shape}
         return CapturedPass(graph, dict(self.constants), length, list(self.copied_weights))
+
+
+def _computation(node: Any, leaf: Any) -> Callable[[torch.Tensor], Any]:
+    """Return what a node computes from the weight that a leaf gives; the graph may change afterwards."""
+    if node is leaf:
+        return lambda of: of
+    target, is_method = node.target, node.op == "call_method"
+    made = {one: _computation(one, leaf) for one in node.all_input_nodes}
+    arguments = node.args, node.kwargs
+
+    def value(of: torch.Tensor) -> Any:
+        args, kwargs = map_aggregate(arguments, lambda one: made[one](of) if isinstance(one, Node) else one)
+        return getattr(args[0], target)(*args[1:], **kwargs) if is_method else target(*args, **kwargs)
+
+    return value
 
 
 # ----------------------------------------------------------------------------------------------------------------------
