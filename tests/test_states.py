@@ -30,6 +30,7 @@ from ssd_generation.forward.captured import state_steps
 from ssd_generation.forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
 from ssd_generation.forward.captured.cache_attention import CacheAttention
 from ssd_generation.forward.captured.passes import captured_target
+from ssd_generation.forward.eager import prompt_scans
 from ssd_generation.native.cache_table import TextPlace
 from ssd_generation.native.codegen import compiler
 from ssd_generation.native.ops.pointwise import NoKernel, Part, likeness, mean_step, pointwise_step
@@ -60,7 +61,7 @@ def listed(
     like = likeness(block.shape, dtype)
     result = Part(block, like.transpose(1, 2) if turned else like)
     given: list[Any] = []
-    inputs = []
+    inputs: list[torch.Tensor] = []
     for operand in operands:
         if isinstance(operand, torch.Tensor):
             whole = operand if operand._base is None else operand._base
@@ -648,3 +649,119 @@ def test_a_layer_that_computes_its_state_itself_is_not_captured(monkeypatch: pyt
 def test_operands_of_other_blocks_are_found() -> None:
     part = Part(Block((2, 8)), likeness((2, 8), torch.float32)[:, 3:])
     assert part.operand() == Operand(part.block, 3) and not part.is_whole
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# prompts
+
+
+def scanned(name: str, dtype: torch.dtype, rows: int, count: int) -> Any:
+    """Return transformers' function for a scan, and arguments of it."""
+    if name == "mamba2_chunk_scan":
+        given = {
+            "hidden_states": random(rows, count, 6, 8, dtype=dtype, seed=1),
+            "dt": random(rows, count, 6, dtype=dtype, seed=2),
+            "A": -random(6, seed=3).exp(),
+            "B": random(rows, count, 2, 32, dtype=dtype, seed=4),
+            "C": random(rows, count, 2, 32, dtype=dtype, seed=5),
+            "chunk_size": 8, "D": random(6, dtype=dtype, seed=6), "dt_bias": random(6, dtype=dtype, seed=7),
+            "dt_softplus": True, "return_final_states": True, "initial_states": random(rows, 6, 8, 32, seed=8),
+        }  # fmt: skip
+        return of_modelling("bamba", name), given
+    if name == "mamba_selective_scan":
+        given = {
+            "hidden_states": random(rows, 24, count, dtype=dtype, seed=1),
+            "dt": random(rows, 24, count, dtype=dtype, seed=2),
+            "A": -random(24, 16, seed=3).exp(),
+            "B": random(rows, 16, count, dtype=dtype, seed=4),
+            "C": random(rows, 16, count, dtype=dtype, seed=5),
+            "D": random(24, seed=6), "z": random(rows, 24, count, dtype=dtype, seed=7),
+            "delta_bias": random(24, seed=8), "delta_softplus": True, "return_last_state": True,
+        }  # fmt: skip
+        return of_modelling("mamba", name), given
+    is_kimi = name == "chunk_kimi_delta_attention"
+    heads = 4 if is_kimi else 2
+    given = {
+        "query": random(rows, count, heads, 24, dtype=dtype, seed=1),
+        "key": random(rows, count, heads, 24, dtype=dtype, seed=2),
+        "value": random(rows, count, 4, 32, dtype=dtype, seed=3),
+        "g": -random(rows, count, 4, *([24] if is_kimi else []), seed=4).abs() / 4,
+        "beta": random(rows, count, 4, dtype=dtype, seed=5).sigmoid(),
+        "chunk_size": 8, "initial_state": random(rows, 4, 24, 32, seed=6), "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+    return of_modelling("kimi_linear" if is_kimi else "qwen3_next", name), given
+
+
+SCANS = ("mamba2_chunk_scan", "mamba_selective_scan", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+
+
+@needs_steps
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("rows", "count"), [(1, 19), (3, 8), (2, 1)])
+def test_a_scan_is_transformers(name: str, dtype: torch.dtype, rows: int, count: int) -> None:
+    function, arguments = scanned(name, dtype, rows, count)
+    before = {key: one.clone() for key, one in arguments.items() if isinstance(one, torch.Tensor)}
+    with torch.no_grad():
+        found, state = prompt_scans._SCANS[name](arguments)
+        true, true_state = function(**arguments)
+    assert found.shape == true.shape and found.dtype is true.dtype and state.dtype is true_state.dtype
+    close = {"rtol": 30 * HALVES[dtype], "atol": 30 * HALVES[dtype]}
+    torch.testing.assert_close(found, true, **close)
+    torch.testing.assert_close(state, true_state, **close)
+    assert all(torch.equal(arguments[key], one) for key, one in before.items())
+
+
+@needs_steps
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_that_kernels_do_not_take_is_transformers(name: str) -> None:
+    function, arguments = scanned(name, torch.float32, 1, 5)
+    asked: list[Any] = []
+
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs)
+        return "by transformers"
+
+    with torch.no_grad():
+        assert prompt_scans._scan(name, watched, **arguments) != "by transformers"
+    assert prompt_scans._scan(name, watched, **arguments) == "by transformers"  # gradients are wanted
+    with torch.no_grad():
+        odd = {**arguments, "A": arguments["A"][..., :3]} if "A" in arguments else dict(arguments)
+        if "value" in odd:
+            odd |= {"value": odd["value"][..., :9], "initial_state": odd["initial_state"][..., :9]}
+        assert prompt_scans._scan(name, watched, **odd) == "by transformers"
+    assert len(asked) == 2
+
+
+@from_5_23
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "jamba", "mamba"])
+def test_a_prompt_is_scanned_by_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(name)
+    plain = decoded(model, prompt(70, 2))
+    scans: list[str] = []
+    original = prompt_scans._scan
+
+    def noted(kind: str, *args: Any, **kwargs: Any) -> Any:
+        scans.append(kind)
+        return original(kind, *args, **kwargs)
+
+    monkeypatch.setattr(prompt_scans, "_scan", noted)
+    decoded(model, prompt(70, 2), NOTHING)
+    scans.clear()
+    assert torch.equal(decoded(model, prompt(70, 2), NOTHING), plain)
+    assert len(scans) == len(state_steps.layers_with_steps(model))
+    scans.clear()
+    decoded(model, prompt(70))
+    assert not scans  # off means off
+
+
+@from_5_23
+def test_half_precision_that_is_to_be_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(
+        tf.AutoModelForCausalLM.from_config(FAMILIES["bamba"](), dtype=torch.bfloat16).eval()
+    )
+    monkeypatch.setattr(prompt_scans, "_scan", lambda *_, **__: pytest.fail("a kernel"))
+    config = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"), exactness="numeric")
+    assert torch.equal(decoded(model, prompt(30), config), decoded(model, prompt(30)))

@@ -12,7 +12,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,9 @@ __all__ = [
     "StateStep",
     "StatesPart",
     "bound_step",
+    "layers_that_call",
     "layers_with_steps",
+    "own_functions",
     "own_steps",
     "run_step",
     "state_at",
@@ -142,20 +144,21 @@ def run_step(attention: CacheAttention, step: StateStep, *tensors: torch.Tensor)
 # the layers
 
 
-def _steps_in(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the names of the functions for steps that the forward of a class calls."""
-    return _steps_of(kind.forward)
-
-
 @functools.lru_cache(maxsize=256)
-def _steps_of(forward: Callable[..., Any]) -> frozenset[str]:
+def _called_by(forward: Callable[..., Any]) -> frozenset[str]:
+    """Return the names that the code of a forward uses."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
-    return frozenset() if code is None else frozenset(STATE_OF) & set(code.co_names)
+    return frozenset() if code is None else frozenset(code.co_names)
 
 
 def layers_with_steps(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that compute a state by one of transformers' functions for that."""
-    return [module for module in modules_of(model) if _steps_in(type(module))]
+    return layers_that_call(model, frozenset(STATE_OF))
+
+
+def layers_that_call(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
+    """Return the modules of a model whose forward calls one of these functions."""
+    return [module for module in modules_of(model) if names & _called_by(type(module).forward)]
 
 
 class StatesPart(Part):
@@ -208,13 +211,21 @@ def state_at(place: StatePlace, states: Mapping[StatePlace, torch.Tensor]) -> St
 
 _LOCK = ForkSafeRLock()
 
+Maker = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+
+
+def own_steps(layers: list[nn.Module], make: Maker) -> AbstractContextManager[None]:
+    """Replace the functions for steps by functions of this library; arguments as in `own_functions`."""
+    return own_functions(layers, frozenset(STATE_OF), make)
+
 
 @contextmanager
-def own_steps(layers: list[nn.Module], make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace the functions for steps by functions of this library; other threads see no difference.
+def own_functions(layers: list[nn.Module], wanted: frozenset[str], make: Maker) -> Iterator[None]:
+    """Replace functions that modules call by functions of this library; other threads see no difference.
 
     Args:
-        layers: modules that call them.
+        layers: the modules.
+        wanted: names of the functions.
         make: makes the replacement from a function's name and the function.
     """
     owner = threading.get_ident()
@@ -233,7 +244,8 @@ def own_steps(layers: list[nn.Module], make: Callable[[str, Callable[..., Any]],
             (id(names), name): (names, name, names[name])
             for layer in layers
             for names in (inspect.unwrap(type(layer).forward).__globals__,)
-            for name in _steps_in(type(layer))
+            for name in wanted & _called_by(type(layer).forward)
+            if name in names
         }
 
         def restore() -> None:

@@ -1,10 +1,10 @@
-"""The pass over a prompt: the model's own code, with faster kernels for its large linear layers and its experts."""
+"""The pass over a prompt: the model's own code, with faster kernels for large linear layers, experts and scans."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ..captured.expert_layers import experts_of
 from ..captured.linear_kernels import linear_of_few_rows, onednn_takes
 from ..structure.skip_mode import SkipMode
 from .few_rows import forward_of_experts
+from .prompt_scans import prompt_scans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,10 +33,10 @@ _PER_EXPERT = 32
 
 
 def prompt_mode(model: PreTrainedModel, rows: int, own_kernels: bool = False) -> AbstractContextManager[Any]:
-    """Return a mode in which large linear layers and experts run by the faster kernel for a prompt, where there is one.
+    """Return a mode in which large linear layers, experts and scans run by the faster kernel for a prompt.
 
-    In half precision there is none, and a prompt's pass has the bits of the model's own, with one exception: experts
-    stored by input where torch has no fast product of the type, and takes a second for a few tokens.
+    In half precision there is none, and a prompt's pass has the bits of the model's own, with two exceptions: experts
+    stored by input where torch has no fast product of the type, and takes a second for a few tokens; and scans.
 
     On processors other than Intel's, `linear_of_few_rows` is ahead with large weights until the arithmetic takes all
     the time (on an AMD EPYC, 8960 × 1536: 2.7 times as fast at 16 rows, 1.6 at 64, 1.2 at 256, the same beyond).
@@ -53,7 +54,15 @@ def prompt_mode(model: PreTrainedModel, rows: int, own_kernels: bool = False) ->
     if rows <= _MANY_ROWS and not is_intel() and why_not_captured(model) is None:
         exchanged += _linears(model, rows)
     exchanged += _experts(model, own_kernels)
-    return SkipMode(model, SkipConfig(), exchanged) if exchanged else nullcontext()
+    mode = SkipMode(model, SkipConfig(), exchanged) if exchanged else nullcontext()
+    scans = prompt_scans(model, own_kernels)
+    return mode if scans is None else _both(mode, scans)
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def _linears(model: nn.Module, rows: int) -> list[tuple[nn.Module, Callable[..., Any]]]:
