@@ -17,8 +17,9 @@ from lab.families import children, models, trial
 from lab.families.models import Kind, build, known_families, tiny_config
 from lab.families.page import page
 from lab.families.sizes import LAYERS
-from lab.families.trial import COLUMNS, PICTURES, Row, try_family
+from lab.families.trial import COLUMNS, PICTURES, Row, how_captured, try_family
 from ssd_generation import enable_self_speculative
+from ssd_generation.native.codegen.compiler import why_not
 
 # Found lossless with transformers 5.23. A family leaves this list only when it leaves transformers.
 _LOSSLESS = """
@@ -174,7 +175,9 @@ def rows() -> list[Row]:
         Row("llama", "LlamaForCausalLM", dict.fromkeys(COLUMNS, refused)),
         Row("another", "AnotherForCausalLM", dict.fromkeys(COLUMNS, refused.replace("Llama", "Another"))),
         Row("broken", "BrokenForCausalLM", {**dict.fromkeys(COLUMNS, "yes"), "lookup": "crashed: KeyError: 'a|b'"}),
-        Row("fine", "FineForCausalLM", dict.fromkeys(COLUMNS, "yes")),
+        Row("fine", "FineForCausalLM", dict.fromkeys(COLUMNS, "yes"), captured="yes"),
+        Row("alone", "AloneForCausalLM", dict.fromkeys(COLUMNS, "yes"), captured="one text"),
+        Row("slow", "SlowForCausalLM", dict.fromkeys(COLUMNS, "yes"), captured="its attention is odd."),
         Row("huge", "HugeForCausalLM", untried="no tiny model can be built: 9 parameters. Install more."),
     ]
 
@@ -184,16 +187,31 @@ def test_the_page_counts_and_shows_everything() -> None:
     assert "| WRONG | 0 | 0 | 0 | 0 | 1 | 0 |" in text
     assert "| crashed | 0 | 1 | 0 | 0 | 0 | 0 |" in text
     assert "| no (refused) | 2 | 2 | 2 | 2 | 2 | 2 |" in text
-    assert "| yes | 3 | 2 | 3 | 3 | 2 | 3 |" in text
-    assert "Tried: 5. Not tried" in text
+    assert "| yes | 5 | 4 | 5 | 5 | 4 | 5 |" in text
+    assert "Tried: 7. Not tried" in text
     assert "another text (`WRONG`): 1; with a crash: 1." in text
-    assert "| wrong | WrongForCausalLM | yes | yes | yes | yes | **WRONG** | yes |" in text
-    assert "| broken | BrokenForCausalLM | yes | crashed (2) | yes | yes | yes | yes |" in text
+    assert "| wrong | WrongForCausalLM | yes | yes | yes | yes | **WRONG** | yes |  |" in text
+    assert "| broken | BrokenForCausalLM | yes | crashed (2) | yes | yes | yes | yes |  |" in text
+    assert "Captured passes: 2 families, of batches too: 1." in text
+    assert "| fine | FineForCausalLM | yes | yes | yes | yes | yes | yes | yes |" in text
+    assert "| yes | yes | one text |" in text and "| yes | yes | no (3) |" in text
+    assert "3. Not captured: its attention is odd. Families: slow." in text
     # One note for both, without a class name; characters that end a table cell are escaped.
     assert "1. The model is a recurrent (stateful) model: it cannot. Families: another, llama." in text
     assert "KeyError: 'a\\|b'. Families: broken." in text
     assert "- huge (HugeForCausalLM): no tiny model can be built: 9 parameters.\n" in text
     assert text.index("| another |") < text.index("| broken |") < text.index("| fine |")
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [("llama", "yes"), ("gemma3_text", "yes"), ("gpt_oss", "not sdpa"), ("minimax", "cache of its own")],
+)
+def test_which_passes_are_captured(family: str, how: str) -> None:
+    if why_not() is not None:
+        pytest.skip("no code can be made")
+    model = enable_self_speculative(build(family))
+    assert how in how_captured(model)
 
 
 def test_a_wrong_text_ends_the_command_with_an_error(

@@ -16,6 +16,8 @@ from packaging.version import Version
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
+from lab import hybrids
+from lab.random_models import random_model
 from ssd_generation import (
     DraftingConfig,
     LookupConfig,
@@ -765,3 +767,23 @@ def test_half_precision_that_is_to_be_the_models_own(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(prompt_scans, "_scan", lambda *_, **__: pytest.fail("a kernel"))
     config = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"), exactness="numeric")
     assert torch.equal(decoded(model, prompt(30), config), decoded(model, prompt(30)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the program that measures hybrids
+
+
+@from_5_23
+@pytest.mark.parametrize("name", hybrids.SHAPES)
+def test_shapes_are_those_of_small_models(name: str) -> None:
+    with torch.device("meta"):
+        model = random_model(*hybrids.SHAPES[name], torch.bfloat16)
+    assert state_steps.layers_with_steps(model)
+    assert 300e6 < sum(parameter.nbytes for parameter in model.parameters()) < 1e9
+
+
+@from_5_23
+def test_prompts_are_timed() -> None:
+    rows = hybrids.measure_prompts(made("bamba"), [3, 5], 1)
+    assert [row["tokens"] for row in rows] == [3, 5]
+    assert all(row["plain"] > 0 and row["ours"] > 0 for row in rows)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ssd_generation.forward.captured.expert_layers import experts_of, native_experts, run_experts
 from ssd_generation.generation import enable_self_speculative
@@ -27,12 +26,11 @@ from ssd_generation.native.ops.linear import native_linear
 from ssd_generation.support.machine import cpu_name
 
 from .program import Program
+from .random_models import random_model as of_family
 from .side_by_side import compare, drafting_methods, greedy_options, with_range
 from .tables import as_markdown, versions
 
 __all__ = ["SHAPES", "main", "measure_layers", "random_model"]
-
-_BOTH: dict[str, Any] = {"vocab_size": 32_000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite 1B-A400M": (
@@ -119,15 +117,7 @@ def random_model(name: str, dtype: torch.dtype) -> Any:
         name: name of the shape.
         dtype: type of its weights.
     """
-    family, settings = SHAPES[name]
-    config = AutoConfig.for_model(family, **_BOTH, **settings)
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    finally:
-        torch.set_default_dtype(before)
+    return of_family(*SHAPES[name], dtype)
 
 
 def _seconds(run: Callable[[], object], repeats: int) -> float:

@@ -11,7 +11,7 @@ from ssd_generation.support.messages import clipped
 from ..tables import WRONG, YES, Notes, as_markdown, counted, versions
 from .models import KINDS_OF_MODELS, known_families
 from .sizes import LAYERS
-from .trial import COLUMNS, NEW_TOKENS, PICTURES, Row
+from .trial import COLUMNS, NEW_TOKENS, ONE_TEXT, PICTURES, Row
 
 __all__ = ["page"]
 
@@ -44,6 +44,9 @@ The columns, {tokens} new tokens each:
 - **skipping**: the draft leaves out one attention, or what is in its place, and one MLP, if any.
 - **batch**: lookup, with two prompts of unlike lengths, padded at the left.
 - **sampling**: drafts from int8 copies and lookup, the same seed in both calls. Where there are no int8 copies, lookup.
+- **captured**: whether passes after the prompt are [captured](how-it-works.md#captured-passes) on a CPU with
+  JIT-compiled kernels, which makes them fast: of single texts and batches, of `one text` only, or `no`: they run by the
+  model's own code, with kernels in its linear layers.
 
 `yes`: nothing was refused, and the text is the same to the token. `no`, with the number of a note below: the library
 refuses, by an error or by leaving the text to transformers with a warning. `WRONG`: the text is another one. `crashed`:
@@ -83,6 +86,9 @@ def page(rows: Sequence[Row]) -> str:
     def number_of(*columns: str, of: Sequence[Row] = tried) -> int:
         return sum(all(row.cells.get(column) == YES for column in columns) for row in of)
 
+    def captured(how: str) -> int:
+        return sum(row.captured == how for row in tried)
+
     known = {kind: len(known_families(kind)) for kind in KINDS_OF_MODELS}
     asked = "" if len(rows) == sum(known.values()) else f" Only {len(rows)} were asked for."
     refused = sum(row.count("refused") == len(COLUMNS) for row in tried)
@@ -104,6 +110,7 @@ def page(rows: Sequence[Row]) -> str:
         f"- With a picture in the prompt: {len(shown)} tried; the same text with lookup: "
         f"{number_of('lookup', of=shown)}, in a batch: {number_of('batch', of=shown)}.",
         f"- Refused in every column: {refused}.",
+        f"- Captured passes: {captured(YES) + captured(ONE_TEXT)} families, of batches too: {captured(YES)}.",
         f"- Families with another text (`WRONG`): {sum(row.count(WRONG) > 0 for row in tried)}; with a crash: "
         f"{sum(row.count('crashed') > 0 for row in tried)}.",
         "",
@@ -140,7 +147,7 @@ def page(rows: Sequence[Row]) -> str:
 def _table(rows: Sequence[Row], notes: Notes) -> list[str]:
     """Return the lines of a table; add reasons to the notes, with the families that they apply to."""
     with_picture = any(row.kind == "image-text" for row in rows)
-    headings = ["family", "class", *(["picture"] if with_picture else []), *COLUMNS.values()]
+    headings = ["family", "class", *(["picture"] if with_picture else []), *COLUMNS.values(), "captured"]
     lines = []
     for row in rows:
         shown = [row.family, row.name]
@@ -148,5 +155,7 @@ def _table(rows: Sequence[Row], notes: Notes) -> list[str]:
             shown.append(row.picture or "" if row.picture in (*PICTURES, None) else "no")
         cells = [row.cells.get(column, "") for column in COLUMNS]
         shown += [notes.shown(cell, _reason(row, cell), row.family) for cell in cells]
+        how = row.captured or ""
+        shown.append(how if how in ("", ONE_TEXT) else notes.shown(how, f"Not captured: {how.rstrip('.')}", row.family))
         lines.append(shown)
     return as_markdown(headings, lines)

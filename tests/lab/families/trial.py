@@ -8,10 +8,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from ssd_generation.config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.forward.captured import passes as captured_passes
+from ssd_generation.forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
+from ssd_generation.forward.captured.conditions import why_no_batch_captured, why_not_captured
+from ssd_generation.forward.captured.passes import captured_target
 from ssd_generation.forward.structure.sublayers import layout_of
 from ssd_generation.generation import enable_self_speculative
 
@@ -20,12 +25,13 @@ from .models import Kind, build, class_name, on_meta, prompts, tiny_config
 from .pictures import find_picture
 from .sizes import LAYERS
 
-__all__ = ["COLUMNS", "NEW_TOKENS", "PICTURES", "Row", "try_family"]
+__all__ = ["COLUMNS", "NEW_TOKENS", "ONE_TEXT", "PICTURES", "Row", "how_captured", "try_family"]
 
 NEW_TOKENS = 28
 """New tokens of a text: enough to exceed sliding windows and chunks of attention (8 tokens) after the prompt, too."""
 
 PICTURES = (YES, "in both")
+ONE_TEXT = "one text"
 
 COLUMNS = {
     "nothing": "nothing drafted",
@@ -49,6 +55,8 @@ class Row:
         untried: reason why nothing could be tried, if so: no tiny model can be made, or its plain `generate` fails.
         drafted: numbers of drafted tokens by column.
         kind: "causal" or "image-text".
+        captured: whether its passes are captured on a CPU: "yes", "one text" (not those of a batch), or the reason why
+            they are not; `None` where that was not tried.
         picture: prompts of an image-text model that have a picture: "yes" (in the batch one of two), "in both" (in the
             batch both of them), or the reason why none has.
     """
@@ -60,6 +68,7 @@ class Row:
     drafted: dict[str, int] = field(default_factory=dict)
     kind: Kind = "causal"
     picture: str | None = None
+    captured: str | None = None
 
     def count(self, kind: str) -> int:
         """Count the cells of a kind: "yes", "refused", "WRONG" or "crashed"."""
@@ -154,7 +163,24 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind 
             return text(column, **extra, self_speculative=request)
 
         row.cells[column], row.drafted[column] = judged(model, plain[column], decode)
+    if tuple(columns) == tuple(COLUMNS) and YES in row.cells.values():
+        row.captured = how_captured(model)
     return row
+
+
+def how_captured(model: Any) -> str:
+    """Return whether passes of an enabled model are captured, as in `Row.captured`."""
+    if (reason := why_not_captured(model)) is not None:
+        return short(reason)
+    passes = captured_target(model, BatchInvariance(NATIVE, WIDTHS))
+    assert passes is not None
+    # Heads of a few numbers are uneven on some processors; those of models that are used are not.
+    with patch.object(captured_passes, "uneven", return_value=None):
+        programs = [passes.program(tokens) for tokens in (1, 4)]
+    if programs[0] is None or programs[1] is None:
+        return short((passes.refusal or "its passes over several tokens are not").removeprefix("CannotCapture: "))
+    is_batch = programs[1].attends_by_kernels and why_no_batch_captured(model) is None
+    return YES if is_batch else ONE_TEXT
 
 
 def _refusal_of_class(family: str, kind: Kind) -> str | None:

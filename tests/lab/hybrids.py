@@ -1,0 +1,225 @@
+"""Models with recurrent states: time of whole calls and of prompts, with random weights.
+
+    python -m tests.lab.hybrids [--only NAME ...] [--dtype bfloat16] [--new-tokens 64] [--prompt 16] [--repeats 5]
+                                                [--json]
+
+Weights are random, so drafts would not be accepted: whole calls show what faster passes gain. Prompts are read by
+transformers' own pass and by this library's, of 64 and 512 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ssd_generation.forward.eager.prompt_mode import prompt_mode
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.results import spread
+from ssd_generation.support.machine import cpu_name
+from ssd_generation.support.versions import cache_argument
+
+from .program import Program
+from .random_models import random_model
+from .side_by_side import compare, drafting_methods, greedy_options, with_range
+from .tables import as_markdown, versions
+
+__all__ = ["SHAPES", "main", "measure_prompts"]
+
+_ATTENTION: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 32,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 256,
+    "mamba_expand": 2,
+}
+_DELTA: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_TWELVE = {"num_hidden_layers": 12}
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen 3.5": ("qwen3_5_text", {**_ATTENTION, **_DELTA, **_TWELVE}),
+    "Qwen3-Next": (
+        "qwen3_next",
+        {
+            **_ATTENTION,
+            **_DELTA,
+            **_TWELVE,
+            "linear_num_value_heads": 32,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "Granite 4": (
+        "granitemoehybrid",
+        {
+            **_ATTENTION,
+            **_MAMBA,
+            **_TWELVE,
+            "layer_types": (["mamba"] * 5 + ["attention"]) * 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 2816,
+        },
+    ),
+    "Falcon-H1": ("falcon_h1", {**_ATTENTION, **_MAMBA, "num_hidden_layers": 10, "mamba_d_ssm": 2048, "head_dim": 64}),
+    "LFM2": (
+        "lfm2",
+        {
+            **_ATTENTION,
+            **_TWELVE,
+            "layer_types": ["conv", "conv", "full_attention"] * 4,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "Nemotron-H": (
+        "nemotron_h",
+        {
+            **_ATTENTION,
+            "layers_block_type": (["mamba", "mlp"] * 3 + ["attention", "mlp"]) * 3,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "chunk_size": 256,
+            "head_dim": 64,
+        },
+    ),
+    "Jamba": (
+        "jamba",
+        {
+            **_ATTENTION,
+            **_TWELVE,
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 64,
+            "attn_layer_period": 6,
+            "attn_layer_offset": 3,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "Mamba 2": (
+        "mamba2",
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_heads": 32,
+            "head_dim": 64,
+            "expand": 2,
+            "state_size": 128,
+            "n_groups": 1,
+            "chunk_size": 256,
+        },
+    ),
+}
+"""Family and settings by name: layers as in small models of the family, 180 to 400 million weights in all."""
+
+_LENGTHS = (64, 512)
+
+
+def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Time a prompt's pass by transformers and by this library.
+
+    Args:
+        model: the model.
+        lengths: tokens of the prompts.
+        repeats: timed passes of each.
+
+    Returns:
+        For each length: seconds of both.
+    """
+    rows = []
+    for length in lengths:
+        generator = torch.Generator(device="cpu").manual_seed(length)
+        ids = torch.randint(3, model.config.vocab_size, (1, length), generator=generator, device="cpu")
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(repeats + 1):
+            for is_ours, taken in seconds.items():
+                cache = DynamicCache(config=model.config)
+                with torch.no_grad(), prompt_mode(model, length) if is_ours else nullcontext():
+                    began = time.perf_counter()
+                    model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+                    taken.append(time.perf_counter() - began)
+        plain, ours = (statistics.median(taken[1:]) for taken in seconds.values())
+        rows.append({"tokens": length, "plain": plain, "ours": ours})
+    return rows
+
+
+def _measured(name: str, arguments: Namespace) -> dict[str, Any]:
+    model = random_model(*SHAPES[name], getattr(torch, arguments.dtype))
+    enable_self_speculative(model)
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    ids = torch.randint(3, model.config.vocab_size, (1, arguments.prompt), generator=generator, device="cpu")
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    compared = compare(model, inputs, greedy_options(arguments.new_tokens), arguments.repeats)
+    texts = compared.texts
+    return {
+        "name": name,
+        "bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "plain": statistics.median(compared.timings.seconds("plain")),
+        "speedups": {method: spread(compared.timings.ratios(method)) for method in drafting_methods()},
+        "texts": {method: torch.equal(texts[method], texts["plain"]) for method in drafting_methods()},
+        "prompts": measure_prompts(model, _LENGTHS, arguments.repeats),
+    }
+
+
+def _as_page(found: Sequence[dict[str, Any]], arguments: Namespace) -> str:
+    rows = []
+    for row in found:
+        gains = [with_range(speedup) for speedup in row["speedups"].values()]
+        prompts = [
+            f"{1e3 * one['plain']:.0f} → {1e3 * one['ours']:.0f} ({one['plain'] / one['ours']:.1f})"
+            for one in row["prompts"]
+        ]
+        texts = ", ".join("yes" if same else "no" for same in row["texts"].values())
+        took = f"{1e3 * row['plain'] / arguments.new_tokens:.1f}"
+        rows.append([row["name"], f"{row['bytes'] / 1e6:.0f}", took, *gains, texts, *prompts])
+    head = ["shape", "MB", "plain `generate`, ms a token", "nothing drafted", "lookup", "`auto`", "texts of plain"]
+    head += [f"prompt of {length}, ms" for length in _LENGTHS]
+    about = f"{versions()}; {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads."
+    return "\n".join([about, "", *as_markdown(head, rows)])
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("hybrids", __doc__)
+    program.add_argument("--only", nargs="+", metavar="NAME", choices=SHAPES, default=list(SHAPES), help="these shapes")
+    program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    program.add_counts(new_tokens=64, prompt=16, repeats=5)
+    program.add_json()
+    arguments = program.parsed(words)
+    found = [_measured(name, arguments) for name in arguments.only]
+    print(json.dumps(found, indent=2) if arguments.json else _as_page(found, arguments))
+
+
+if __name__ == "__main__":
+    main()
