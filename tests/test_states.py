@@ -56,9 +56,18 @@ HALVES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def listed(
-    what: str, shape: tuple[int, ...], dtype: torch.dtype, operands: list[Any], rows: int, turned: bool = False
+    what: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    operands: list[Any],
+    at: tuple[int, int],
+    turned: bool = False,
 ) -> torch.Tensor:
-    """Return the result of one elementwise kernel on tensors, weights `("w", tensor)` and numbers."""
+    """Return the result of one elementwise kernel on tensors, weights `("w", tensor)` and numbers.
+
+    The tokens are in the dimension `at[0]`, with `at[1]` elements for each.
+    """
+    rows = shape[at[0]] // at[1]
     block = Block((shape[0], shape[2], shape[1], shape[3]) if turned else shape, dtype=dtype)
     like = likeness(block.shape, dtype)
     result = Part(block, like.transpose(1, 2) if turned else like)
@@ -74,7 +83,7 @@ def listed(
             inputs.append(whole)
         else:
             given.append(operand[1] if isinstance(operand, tuple) else operand)
-    step = mean_step(result, given[0], rows) if what == "mean" else pointwise_step(what, result, given, rows)
+    step = mean_step(result, given[0], at) if what == "mean" else pointwise_step(what, result, given, at)
     made = make_list([step], [block], len(inputs), rows, torch.float32)
     found: torch.Tensor = made(None, *inputs)
     return found.transpose(1, 2) if turned else found
@@ -93,7 +102,7 @@ def test_an_operation_is_torchs(what: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 5, 19, generator=torch.Generator().manual_seed(1)) * 6
     x = (x.abs() + 0.1 if what in ("rsqrt", "div") else x).to(dtype)
     operands = [x, x.flip(0).clone()][: 2 if what in ("add", "sub", "mul", "div") else 1]
-    found, true = listed(what, (3, 5, 19), dtype, operands, 3), OF_TORCH[what](*operands)
+    found, true = listed(what, (3, 5, 19), dtype, operands, (0, 1)), OF_TORCH[what](*operands)
     assert found.dtype is dtype
     if what in ("add", "sub", "mul", "div", "neg", "relu", "square"):
         assert torch.equal(found, true)
@@ -103,10 +112,10 @@ def test_an_operation_is_torchs(what: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("what", ["exp", "sigmoid", "silu", "softplus"])
 def test_what_lies_far_out(what: str) -> None:
     far = torch.tensor([[0.0, -0.0, 1e-20, -1e-20, 19.99, 20.0, 20.01, 88.0, -30.0, -80.0, 1e30, -1e30, math.inf]])
-    found, true = listed(what, (1, 13), torch.float32, [far], 1), OF_TORCH[what](far)
+    found, true = listed(what, (1, 13), torch.float32, [far], (0, 1)), OF_TORCH[what](far)
     # What is below the smallest normal number may be 0.
     torch.testing.assert_close(found, true, rtol=2e-6, atol=1.2e-38)
-    assert bool(listed(what, (1, 1), torch.float32, [torch.tensor([[math.nan]])], 1).isnan())
+    assert bool(listed(what, (1, 1), torch.float32, [torch.tensor([[math.nan]])], (0, 1)).isnan())
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,7 +123,9 @@ def test_what_lies_far_out(what: str) -> None:
 def test_operands_are_broadcast(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 4))
     heads, size = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 3, 16, 33]))
-    shape = data.draw(st.sampled_from([(1, rows, heads * size), (rows, 1, heads, size), (1, rows, heads, size)]))
+    shapes = [(1, rows, heads * size), (rows, 1, heads, size), (1, rows, heads, size), (rows * heads, size)]
+    which = data.draw(st.integers(0, 3))
+    shape, at = shapes[which], ((1, 1), (0, 1), (1, 1), (0, heads))[which]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     operands: list[Any] = []
     plain = []
@@ -135,7 +146,7 @@ def test_operands_are_broadcast(data: st.DataObject) -> None:
     if not any(isinstance(one, torch.Tensor) for one in operands):
         return
     try:
-        found = listed("mul", shape, torch.float32, operands, rows)
+        found = listed("mul", shape, torch.float32, operands, at)
     except NoKernel:
         return
     assert torch.equal(found, (torch.as_tensor(plain[0]).float() * torch.as_tensor(plain[1]).float()).expand(shape))
@@ -144,15 +155,15 @@ def test_operands_are_broadcast(data: st.DataObject) -> None:
 def test_heads_before_tokens() -> None:
     x = torch.randn(1, 3, 5, 16)
     one, other = x.transpose(1, 2), torch.randn(1, 1, 3, 16)
-    assert torch.equal(listed("mul", (1, 5, 3, 16), torch.float32, [one, other], 3, turned=True), one * other)
+    assert torch.equal(listed("mul", (1, 5, 3, 16), torch.float32, [one, other], (2, 1), turned=True), one * other)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_mean_is_of_the_last_dimension(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(2)).to(dtype)
     whole = torch.randn(2, 6, 80).to(dtype)
-    for one in (x, whole[:, ::2, 4:74], x.view(6, 70)):
-        found = listed("mean", (*one.shape[:-1], 1), dtype, [one], 2)
+    for one, each in ((x, 1), (whole[:, ::2, 4:74], 1), (x.view(6, 70), 3)):
+        found = listed("mean", (*one.shape[:-1], 1), dtype, [one], (0, each))
         torch.testing.assert_close(found, one.mean(-1, keepdim=True), rtol=HALVES[dtype], atol=1e-3)
 
 
@@ -160,7 +171,7 @@ def test_what_lies_otherwise_has_no_kernel() -> None:
     x = torch.randn(2, 3, 32)
     for operand in (x[:, :, ::2], x.transpose(1, 2)[:, :16]):
         with pytest.raises(NoKernel):
-            listed("neg", tuple(operand.shape), torch.float32, [operand], 2)
+            listed("neg", tuple(operand.shape), torch.float32, [operand], (0, 1))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,9 @@ class CapturedPass:
     Attributes:
         graph: graph with the placeholders `ids (1, n)`, `positions (1, n)` and `attention` (an `Attention`); it returns
             the logits `(1, n, V)`. Every node's `meta` gives `shape` and `dtype` of its result (`None` where it is not
-            a single tensor), `is_view` (it may share the memory of an argument), and `writes` (into an argument).
+            a single tensor), `is_view` (it may share the memory of an argument), and `writes` (into an argument). Where
+            the pass is of any length made for one, `tokens at` is the dimension that grows with the tokens, and by how
+            many elements for each.
         constants: values of `get_attr` nodes by their target: parameters, buffers, and others from outside.
         length: n; 0 where the graph is of any length.
         copied_weights: weights that are not read anew in each pass, in the order in which their copies are made.
@@ -302,4 +304,11 @@ def _leaves(tree: Any) -> list[Any]:
 
 def at_length(common: CapturedPass, length: int) -> CapturedPass:
     """Return the pass over `length` tokens, from a result of `of_any_length`; the model's code is not run."""
-    return common.copy(length, lambda leaf: leaf.at(length) if isinstance(leaf, _Grows) else leaf)
+    made = common.copy(length, lambda leaf: leaf.at(length) if isinstance(leaf, _Grows) else leaf)
+    for of_any, node in zip(common.nodes, made.nodes, strict=True):
+        shape = of_any.meta["shape"] or ()
+        growing = [(dim, size) for dim, size in enumerate(shape) if isinstance(size, _Grows)]
+        # Elementwise kernels go by this, not by sizes, which may be the same by chance at one of the lengths.
+        if len(growing) == 1 and growing[0][1].start == 0:
+            node.meta["tokens at"] = growing[0][0], growing[0][1].step
+    return made

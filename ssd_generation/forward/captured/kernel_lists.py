@@ -35,39 +35,24 @@ _NAMES = (
 _VIEWS = frozenset(_NAMES.split())
 """Operations whose result may share the memory of their argument; torch says whether it does."""
 
+_OF_TWO = frozenset({"add", "sub", "mul", "div"})
+_OF_ONE = frozenset({"neg", "exp", "sigmoid", "silu", "softplus", "rsqrt", "relu", "square", "to"})
+
 _POINTWISE = {
-    **{
-        name: name
-        for name in [
-            "add",
-            "sub",
-            "mul",
-            "div",
-            "neg",
-            "exp",
-            "sigmoid",
-            "silu",
-            "softplus",
-            "rsqrt",
-            "relu",
-            "square",
-            "to",
-        ]
-    },
+    **{name: name for name in _OF_ONE | _OF_TWO},
     "truediv": "div",
     "float": "to",
     "type_as": "to",
 }
 """Elementwise operations that there are kernels for, by the name of torch's function."""
 
-_ELEMENTWISE = {*_POINTWISE.values(), "scale"}
+_ELEMENTWISE = {*_OF_ONE, *_OF_TWO, "scale"}
+
+_ROUNDED = {"exp", "sigmoid", "silu", "softplus", "rsqrt", "mean"}
+"""Steps that round otherwise than torch."""
 
 _FEW = 6
 """Elementwise operations from which on a list of nothing else is faster than torch."""
-
-_OPERANDS = {"add": 2, "sub": 2, "mul": 2, "div": 2}
-"""Number of operands of those with more than one."""
-
 
 _OF_SCANS = ("A", "D", "dt_bias")
 """Weights of a selective scan, which its kernel reads as float32."""
@@ -106,6 +91,7 @@ class _List:
     inputs: dict[Any, _Value] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     attention: Any = None
+    rounded: set[str] = field(default_factory=set)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -199,12 +185,12 @@ class _List:
 
     def _elementwise(self, captured: CapturedPass, node: Any, name: str) -> None:
         """Add an elementwise operation, a mean, or a copy."""
-        args, shape = node.args, node.meta.get("shape")
-        if shape is None or node in self.written or node.meta.get("writes"):
+        args, shape, tokens_at = node.args, node.meta.get("shape"), node.meta.get("tokens at")
+        if shape is None or tokens_at is None or node in self.written or node.meta.get("writes"):
             raise _No
         if name in _POINTWISE:
             what = _POINTWISE[name]
-            count = _OPERANDS.get(what, 1)
+            count = 2 if what in _OF_TWO else 1
             if count == 1 and not _is_default(node, name):
                 raise _No
             operands = [self._operand(captured, arg) for arg in args[:count]]
@@ -214,28 +200,32 @@ class _List:
             what, operands = "mul", [self._operand(captured, args[0])] * 2
         elif name == "mean" and node.args[1:] in ((-1,), ([-1],)) and node.kwargs == {"keepdim": True}:
             result, x = self._result(node, shape), self._operand(captured, args[0])
-            self._add(node, mean_step(result, _part(x), self.rows), result)
+            self._add(node, mean_step(result, _part(x), tokens_at), result)
             return
         elif name == "cat":
             self._cat(captured, node)
             return
         elif name in ("contiguous", "reshape", "clone"):
             x = _part(self._operand(captured, args[0]))
-            copied = self._result(node, x.like.shape)
-            if not copied.is_whole:
+            source = args[0].meta.get("tokens at")
+            copied = self._result(node, x.like.shape, source)
+            if source is None or not copied.is_whole:
                 raise _No
-            step = pointwise_step("to", copied, [x], self.rows)
+            step = pointwise_step("to", copied, [x], source)
             self._add(node, step, _Value(copied.block, copied.like.reshape(shape)))
             return
         elif node.target is gated_silu:  # of another type than the list's
             gates, up = (_part(self._operand(captured, arg)) for arg in args)
-            activated = self._result(node, shape)
-            self.steps.append(pointwise_step("silu", activated, [gates], self.rows))
-            what, operands = "mul", [activated, up]
+            activated, result = self._result(node, shape), self._result(node, shape)
+            step = pointwise_step("mul", result, [activated, up], tokens_at)
+            self.steps.append(pointwise_step("silu", activated, [gates], tokens_at))
+            self.rounded.add(node.name)
+            self._add(node, step, result)
+            return
         else:
             raise _No
         result = self._result(node, shape)
-        self._add(node, pointwise_step(what, result, operands, self.rows), result)
+        self._add(node, pointwise_step(what, result, operands, tokens_at), result)
 
     def _cat(self, captured: CapturedPass, node: Any) -> None:
         """Add the kernels that copy tensors next to each other in the last dimension."""
@@ -248,7 +238,7 @@ class _List:
         for arg in node.args[0]:
             x = _part(self._operand(captured, arg))
             part = _Value(result.block, result.like[..., at : at + x.like.shape[-1]])
-            steps.append(pointwise_step("to", part, [x], self.rows))
+            steps.append(pointwise_step("to", part, [x], node.meta["tokens at"]))
             at += x.like.shape[-1]
         self.steps += steps[:-1]
         self._add(node, steps[-1], result)
@@ -267,23 +257,24 @@ class _List:
         self._add(node, STEPS[step.name](step.state, step.given(values), result), result)
         self.attention = attention
 
-    def _result(self, node: Any, shape: Any) -> _Value:
-        """Return a new block for the result of a node, of its type."""
+    def _result(self, node: Any, shape: Any, tokens_at: tuple[int, int] | None = None) -> _Value:
+        """Return a new block for the result of a node, of its type; `tokens_at` where the shape is another."""
         dtype = node.meta["dtype"]
         if self.dtype is not self.cached and dtype is self.cached:
             dtype = self.dtype  # a draft computes in a type of its own
         if dtype not in NAMES:
             raise _No
         own = None if dtype is self.dtype else dtype
-        if (
-            len(shape) == 4 and shape[0] == 1 and shape[1] != shape[2] == self.rows != 1
-        ):  # heads before tokens: stored by token
+        is_turned = (tokens_at or node.meta.get("tokens at")) == (2, 1) and len(shape) == 4 and shape[0] == 1
+        if is_turned and shape[2] > 1:  # heads before tokens: stored by token
             shape = (1, shape[2], shape[1], shape[3])
             return _Value(Block(shape, dtype=own), likeness(shape, dtype).transpose(1, 2))
         return _Value(Block(tuple(shape), dtype=own), likeness(shape, dtype))
 
     def _add(self, node: Any, step: Step, result: _Value) -> None:
         self.steps.append(step)
+        if step.name in _ROUNDED:
+            self.rounded.add(node.name)
         self.values[node] = result
 
     def _operand(self, captured: CapturedPass, arg: Any) -> Any:
@@ -430,10 +421,14 @@ class _List:
         """Tell whether something that a node reads is computed in the list."""
         return any(source in self.values for source in node.all_input_nodes)
 
-    def close(self, captured: CapturedPass) -> None:
-        """Replace the nodes by the list, where that saves anything."""
+    def close(self, captured: CapturedPass) -> set[str]:
+        """Replace the nodes by the list, where that saves anything.
+
+        Returns:
+            The names of the nodes that are rounded otherwise from now on than by torch.
+        """
         if self.attention is None and len(self.steps) < (_FEW if self._is_elementwise() else 2):
-            return
+            return set()
         wanted = [node for node in self.nodes if self._is_read_outside(node)]
         blocks = [self._block_of(node) for node in wanted]
         made = make_list(self.steps, blocks, len(self.inputs), self.rows, self.dtype)
@@ -460,6 +455,7 @@ class _List:
                 graph.erase_node(node)
             else:  # a view, read elsewhere, of a result of the list
                 last.append(node)
+        return self.rounded
 
     def _in_its_shape(self, captured: CapturedPass, node: Any, result: Any, last: Any) -> Any:
         """Return a node that gives a result of the list in the shape that the graph knows, after the node `last`."""
@@ -513,15 +509,19 @@ def _part(operand: Any) -> Part:
     return operand
 
 
-def use_kernel_lists(captured: CapturedPass, dtype: torch.dtype, cached: torch.dtype) -> None:
+def use_kernel_lists(captured: CapturedPass, dtype: torch.dtype, cached: torch.dtype) -> frozenset[str]:
     """Merge neighbouring nodes that there are kernels for into one call.
 
     Args:
         captured: the pass, with its final linear layers.
         dtype: type of its activations.
         cached: type of the cache. Where it differs from that of the activations, what comes from outside is cast.
+
+    Returns:
+        The names of the nodes that are rounded otherwise than by torch, which must be the same at all lengths of a pass
+        whose bits do not depend on its length.
     """
-    written = written_nodes(captured)
+    written, rounded = written_nodes(captured), set[str]()
 
     def begun() -> _List:
         return _List(captured.length, dtype, cached, written)
@@ -533,8 +533,9 @@ def use_kernel_lists(captured: CapturedPass, dtype: torch.dtype, cached: torch.d
         if node.op != "output" and current.take(captured, node):
             continue
         if current.knows(node):
-            current.close(captured)
+            rounded |= current.close(captured)
             current = begun()
             if node.op != "output":
                 current.take(captured, node)
     captured.eliminate_dead_code()
+    return frozenset(rounded)

@@ -108,6 +108,7 @@ class CapturedPasses:
         # A weak reference: the copies hold their passes, and must be freed when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
+        self._rounded: frozenset[str] | None = None
         self._experts: dict[int, tuple[Any, NativeExperts | None]] = {}
         self._linears: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, Linear | None]] = {}
         self._attention = threading.local()
@@ -377,8 +378,14 @@ class CapturedPasses:
             swap_experts(captured, lambda module: self._native_experts(module, activation))
             if self.is_draft:
                 try_out(model, compile_pass(captured))
-            use_kernel_lists(captured, activation, model.dtype)
+            rounded = use_kernel_lists(captured, activation, model.dtype)
+            self._rounded = rounded if self._rounded is None else self._rounded
+            is_alike = rounded == self._rounded
+        else:
+            is_alike = True
         self.uneven = None if self.batch_invariance is None else uneven(captured)
+        if self.batch_invariance is not None and not is_alike:
+            self.uneven = "an operation that has a kernel in some passes alone"
         if self.uneven is not None:
             return None
         program = compile_pass(captured)

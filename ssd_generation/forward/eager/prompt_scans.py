@@ -58,7 +58,7 @@ def _scan(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
         if torch.is_grad_enabled() or any(one is not None for one in packed) or _is_elsewhere(given):
             raise NoKernel
         return _SCANS[name](given)
-    except NoKernel:
+    except (NoKernel, KeyError):  # an argument may have another name in another version
         return function(*args, **kwargs)
 
 

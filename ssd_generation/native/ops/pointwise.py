@@ -38,14 +38,16 @@ class Part:
         return Operand(self.block, int(self.like.storage_offset()), is_written)
 
 
-def pointwise_step(what: str, result: Part, operands: Several[Part | torch.Tensor | float], rows: int) -> Step:
+def pointwise_step(
+    what: str, result: Part, operands: Several[Part | torch.Tensor | float], tokens_at: tuple[int, int]
+) -> Step:
     """Return the kernel of an elementwise operation.
 
     Args:
         what: a name in `pointwise_code.OPERATIONS`.
         result: where its result is written.
         operands: tensors of the pass, weights and numbers, which are broadcast to the result's shape.
-        rows: number of tokens of the pass.
+        tokens_at: the result's dimension that grows with the tokens of a pass, and by how many elements for each.
 
     Raises:
         NoKernel: the operands lie otherwise than the kernel reads them.
@@ -53,7 +55,7 @@ def pointwise_step(what: str, result: Part, operands: Several[Part | torch.Tenso
     shape = result.like.shape
     likes = [operand.like if isinstance(operand, Part) else operand for operand in operands]
     tensors = [like.expand(shape) for like in likes if isinstance(like, torch.Tensor)]
-    (groups, columns), (ways, *of_tensors) = _in_groups(shape, [result.like, *tensors], rows)
+    (groups, columns), (ways, *of_tensors) = _in_groups(shape, [result.like, *tensors], tokens_at)
     kinds: list[str] = []
     fields: list[int | Operand] = [result.operand(True), groups, columns, *ways[:2]]
     held: list[torch.Tensor] = []
@@ -83,13 +85,13 @@ def pointwise_step(what: str, result: Part, operands: Several[Part | torch.Tenso
     return Step(what, address, how, fields, held)
 
 
-def mean_step(result: Part, x: Part, rows: int) -> Step:
+def mean_step(result: Part, x: Part, tokens_at: tuple[int, int]) -> Step:
     """Return the kernel of a mean over the last dimension.
 
     Args:
         result: `(…, 1)` or `(…,)`, without gaps.
         x: `(…, K)`.
-        rows: number of tokens of the pass.
+        tokens_at: as in `pointwise_step`.
 
     Raises:
         NoKernel: x lies otherwise than the kernel reads it, or the result does.
@@ -99,7 +101,7 @@ def mean_step(result: Part, x: Part, rows: int) -> Step:
         raise NoKernel
     one = x.like[..., 0]
     # Groups of the mean are what columns are elsewhere: they follow each other in the result.
-    (outer, groups), (ways,) = _in_groups(one.shape, [one], rows, of_columns=False)
+    (outer, groups), (ways,) = _in_groups(one.shape, [one], tokens_at, of_columns=False)
     if outer != 1:
         raise NoKernel
     fields: list[int | Operand] = [result.operand(True), groups, columns, x.operand(), ways[0], ways[2]]
@@ -108,52 +110,43 @@ def mean_step(result: Part, x: Part, rows: int) -> Step:
 
 
 def _in_groups(
-    shape: torch.Size, tensors: Several[torch.Tensor], rows: int, of_columns: bool = True
+    shape: torch.Size, tensors: Several[torch.Tensor], tokens_at: tuple[int, int], of_columns: bool = True
 ) -> tuple[tuple[int, int], list[tuple[int, int, int]]]:
     """Return groups and columns into which a shape falls, and the strides of each tensor: to a row, a group, a column.
 
     Args:
-        shape: shape of which a dimension has an element for each row, or the first one several.
+        shape: a shape.
         tensors: tensors of this shape.
-        rows: number of rows.
+        tokens_at: the dimension that grows with the tokens of a pass, and by how many elements for each.
         of_columns: whether the stride from a column to the next must be 1 or 0, and that of the first tensor 1.
 
     Raises:
         NoKernel: there are more dimensions than these, or other strides.
     """
-    sizes = [size for size in shape if size != 1]
-    strides = [[stride for size, stride in zip(shape, one.stride(), strict=True) if size != 1] for one in tensors]
-    if rows > 1 and rows not in sizes and sizes and sizes[0] % rows == 0:
-        each = sizes[0] // rows
-        sizes[:1] = [rows, each]
-        for one in strides:
-            one[:1] = [one[0] * each, one[0]]
-    for at in [at for at, size in enumerate(sizes) if size == rows] if rows > 1 else [-1]:
-        found = _with_rows_at(at, sizes, strides, of_columns)
-        if found is not None:
-            return found
-    raise NoKernel
-
-
-def _with_rows_at(
-    at: int, sizes: list[int], strides: list[list[int]], of_columns: bool
-) -> tuple[tuple[int, int], list[tuple[int, int, int]]] | None:
-    """Return `_in_groups` with the rows at a dimension, -1 for none; `None` where that does not fit."""
-    to_row = [0 if at < 0 else one[at] for one in strides]
-    others = [size for place, size in enumerate(sizes) if place != at]
-    ways = [[stride for place, stride in enumerate(one) if place != at] for one in strides]
-    for place in range(len(others) - 1, 0, -1):  # neighbouring dimensions that lie like one
-        if all(one[place - 1] == one[place] * others[place] for one in ways):
-            others[place - 1 : place + 1] = [others[place - 1] * others[place]]
+    at, each = tokens_at
+    if not at < len(shape) or shape[at] % each:
+        raise NoKernel
+    to_row = [one.stride(at) * each for one in tensors]
+    dims = [dim for dim, size in enumerate(shape) if size != 1 and dim != at]
+    sizes = [shape[dim] for dim in dims]
+    ways = [[one.stride(dim) for dim in dims] for one in tensors]
+    if each > 1:  # these lie within a row, where the tokens are
+        place = sum(dim < at for dim in dims)
+        sizes.insert(place, each)
+        for one, way in zip(tensors, ways, strict=True):
+            way.insert(place, one.stride(at))
+    for place in range(len(sizes) - 1, 0, -1):  # neighbouring dimensions that lie like one
+        if all(one[place - 1] == one[place] * sizes[place] for one in ways):
+            sizes[place - 1 : place + 1] = [sizes[place - 1] * sizes[place]]
             for one in ways:
                 del one[place - 1]
-    if len(others) > 2:
-        return None
-    groups, columns = ([1, 1, *others])[-2:]
+    if len(sizes) > 2:
+        raise NoKernel
+    groups, columns = ([1, 1, *sizes])[-2:]
     pairs = [([0, 0, *one])[-2:] for one in ways]
     found = [(row, to_group, to_column) for row, (to_group, to_column) in zip(to_row, pairs, strict=True)]
     if of_columns and columns > 1 and (found[0][2] != 1 or any(to_column not in (0, 1) for _, _, to_column in found)):
-        return None
+        raise NoKernel
     return (groups, columns), found
 
 
