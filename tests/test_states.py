@@ -678,7 +678,8 @@ def scanned(name: str, dtype: torch.dtype, rows: int, count: int) -> Any:
             "B": random(rows, count, 2, 32, dtype=dtype, seed=4),
             "C": random(rows, count, 2, 32, dtype=dtype, seed=5),
             "chunk_size": 8, "D": random(6, dtype=dtype, seed=6), "dt_bias": random(6, dtype=dtype, seed=7),
-            "dt_softplus": True, "return_final_states": True, "initial_states": random(rows, 6, 8, 32, seed=8),
+            "dt_limit": (0.3, 2.0) if rows == 3 else (0.0, float("inf")), "dt_softplus": True,
+            "return_final_states": True, "initial_states": random(rows, 6, 8, 32, seed=8),
         }  # fmt: skip
         return of_modelling("bamba", name), given
     if name == "mamba_selective_scan":

@@ -266,7 +266,7 @@ class _List:
             raise _No
         own = None if dtype is self.dtype else dtype
         is_turned = (tokens_at or node.meta.get("tokens at")) == (2, 1) and len(shape) == 4 and shape[0] == 1
-        if is_turned and shape[2] > 1:  # heads before tokens: stored by token
+        if is_turned:  # heads before tokens: stored by token
             shape = (1, shape[2], shape[1], shape[3])
             return _Value(Block(shape, dtype=own), likeness(shape, dtype).transpose(1, 2))
         return _Value(Block(tuple(shape), dtype=own), likeness(shape, dtype))

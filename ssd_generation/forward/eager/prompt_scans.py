@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
 from ...cache.recurrent import PassState, PassStates
 from ...native.cache_table import TextPlace
@@ -109,8 +110,9 @@ def _run(
 
 
 def _mamba2(given: dict[str, Any]) -> Any:
-    if tuple(given.get("dt_limit", (0.0, float("inf")))) != (0.0, float("inf")) or given.get("z") is not None:
+    if given.get("z") is not None:
         raise NoKernel
+    given = _limited(given)
     x, decay, before = given["hidden_states"], given["A"], given.get("initial_states")
     batch, _, heads, size = x.shape
     states = given["B"].shape[-1]
@@ -124,6 +126,20 @@ def _mamba2(given: dict[str, Any]) -> Any:
     others = {"dt_softplus": given.get("dt_softplus", False)}
     result = _run("mamba2_selective_state_update", tokens, weights, others, state)
     return (result, state) if given.get("return_final_states") else result
+
+
+def _limited(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with a time step that lies within its limits already."""
+    least, most = given.get("dt_limit", (0.0, float("inf")))
+    if (least, most) == (0.0, float("inf")):
+        return given
+    step = given["dt"]
+    if "dt_bias" in given:
+        step = step + given["dt_bias"].to(step.dtype)
+    if given.get("dt_softplus"):
+        step = functional.softplus(step)
+    others = {key: value for key, value in given.items() if key not in ("dt_bias", "dt_softplus")}
+    return {**others, "dt": step.clamp(least, most)}
 
 
 def _mamba(given: dict[str, Any]) -> Any:

@@ -89,7 +89,7 @@ def mean_step(result: Part, x: Part, tokens_at: tuple[int, int]) -> Step:
     """Return the kernel of a mean over the last dimension.
 
     Args:
-        result: `(…, 1)` or `(…,)`, without gaps.
+        result: `(…, 1)`, stored row by row without gaps.
         x: `(…, K)`.
         tokens_at: as in `pointwise_step`.
 
@@ -97,12 +97,12 @@ def mean_step(result: Part, x: Part, tokens_at: tuple[int, int]) -> Step:
         NoKernel: x lies otherwise than the kernel reads it, or the result does.
     """
     columns = x.like.shape[-1]
-    if x.like.stride(-1) != 1 or not result.is_whole or x.like.dtype not in NAMES:
+    if x.like.stride(-1) != 1 or x.like.dtype not in NAMES:
         raise NoKernel
     one = x.like[..., 0]
     # Groups of the mean are what columns are elsewhere: they follow each other in the result.
-    (outer, groups), (ways,) = _in_groups(one.shape, [one], tokens_at, of_columns=False)
-    if outer != 1:
+    (outer, groups), (written, ways) = _in_groups(one.shape, [result.like[..., 0], one], tokens_at, of_columns=False)
+    if outer != 1 or written[0] != groups or (groups > 1 and written[2] != 1):
         raise NoKernel
     fields: list[int | Operand] = [result.operand(True), groups, columns, x.operand(), ways[0], ways[2]]
     address = kernel("pointwise", "mean", NAMES[result.like.dtype], NAMES[x.like.dtype])
@@ -138,8 +138,8 @@ def _in_groups(
     for place in range(len(sizes) - 1, 0, -1):  # neighbouring dimensions that lie like one
         if all(one[place - 1] == one[place] * sizes[place] for one in ways):
             sizes[place - 1 : place + 1] = [sizes[place - 1] * sizes[place]]
-            for one in ways:
-                del one[place - 1]
+            for way in ways:
+                del way[place - 1]
     if len(sizes) > 2:
         raise NoKernel
     groups, columns = ([1, 1, *sizes])[-2:]
