@@ -102,7 +102,7 @@ def mean_step(result: Part, x: Part, tokens_at: tuple[int, int]) -> Step:
     one = x.like[..., 0]
     # Groups of the mean are what columns are elsewhere: they follow each other in the result.
     (outer, groups), (written, ways) = _in_groups(one.shape, [result.like[..., 0], one], tokens_at, of_columns=False)
-    if outer != 1 or written[0] != groups or (groups > 1 and written[2] != 1):
+    if outer != 1 or written[0] not in (0, groups) or (groups > 1 and written[2] != 1):
         raise NoKernel
     fields: list[int | Operand] = [result.operand(True), groups, columns, x.operand(), ways[0], ways[2]]
     address = kernel("pointwise", "mean", NAMES[result.like.dtype], NAMES[x.like.dtype])
@@ -126,7 +126,8 @@ def _in_groups(
     at, each = tokens_at
     if not at < len(shape) or shape[at] % each:
         raise NoKernel
-    to_row = [one.stride(at) * each for one in tensors]
+    # The stride of a dimension with one element says nothing.
+    to_row = [one.stride(at) * each if shape[at] > each else 0 for one in tensors]
     dims = [dim for dim, size in enumerate(shape) if size != 1 and dim != at]
     sizes = [shape[dim] for dim in dims]
     ways = [[one.stride(dim) for dim in dims] for one in tensors]
