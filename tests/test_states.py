@@ -799,3 +799,37 @@ def test_prompts_are_timed() -> None:
     rows = hybrids.measure_prompts(made("bamba"), [3, 5], 1)
     assert [row["tokens"] for row in rows] == [3, 5]
     assert all(row["plain"] > 0 and row["ours"] > 0 for row in rows)
+
+
+@from_5_23
+@pytest.mark.parametrize("pattern", [[(4, 4)], [(4, 1)]], ids=["all accepted", "one accepted"])
+def test_a_pass_that_is_broken_off_can_be_returned_from(
+    pattern: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States are those of the committed text after an interrupt that comes right after the kernels."""
+    model = made("qwen3_5")
+    options = {"no_repeat_ngram_size": 2, "max_new_tokens": 40}
+    plain = decoded(model, prompt(21), **options)
+    seen: list[tuple[int, list[torch.Tensor]]] = []
+
+    def broken(self: Checkpoint, cache: Any, length: int, *args: Any, **kwargs: Any) -> None:
+        if length > 30:
+            self.end(cache, length)
+            covered = self.length if self.owed(length) else length
+            seen.append((covered, [state.clone() for layer in cache.layers for state in states_in(layer)]))
+            raise KeyboardInterrupt
+        original(self, cache, length, *args, **kwargs)
+
+    original = Checkpoint.saved
+    monkeypatch.setattr(Checkpoint, "saved", broken)
+    with pytest.raises(KeyboardInterrupt):
+        decoded(model, prompt(21), Lies(plain[0].tolist(), pattern), **options)
+    length, states = seen[0]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(plain[:, :21], use_cache=True, **{cache_argument(model): cache})
+        for at in range(21, length):
+            model(plain[:, at : at + 1], use_cache=True, **{cache_argument(model): cache})
+    true = [state for layer in cache.layers for state in states_in(layer)]
+    for one, other in zip(states, true, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

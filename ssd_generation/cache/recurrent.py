@@ -132,6 +132,15 @@ def states_in(layer: Any) -> list[torch.Tensor]:
     return [state for state in held if state is not None]
 
 
+def _hold(layer: Any, states: Sequence[torch.Tensor]) -> None:
+    """Make a layer of a cache hold other states, in the order of `states_in`."""
+    others = iter(states)
+    for held in (layer.conv_states, layer.recurrent_states) if states else ():
+        for index, state in held.items():
+            if state is not None:
+                held[index] = next(others)
+
+
 def has_states_alone(model: PreTrainedModel) -> bool:
     """Tell whether the cache of a model holds states, and no keys."""
     layers = usual_layers(model)
@@ -325,7 +334,7 @@ class Checkpoint:
     def states_of_pass(self, cache: Cache, length: int, may_fail: bool) -> tuple[PassStates, torch.Tensor | None]:
         """Return the states of a pass that saves those of the committed tokens itself, and the tokens that it repeats.
 
-        Call `saved` after the pass. Until then the checkpoint is as it was.
+        Call `saved` after the pass. Until then the checkpoint is as it was, and can be returned to.
 
         Args:
             cache: the cache; keys and values are cropped to the checkpoint where tokens are repeated.
@@ -336,12 +345,15 @@ class Checkpoint:
             NoRoomForStates: there is no memory for the copies.
         """
         sources, again = self._sources(cache, length)
-        working = [states_in(layer) for layer in cache.layers]
+        working: Sequence[Sequence[Any]] = [states_in(layer) for layer in cache.layers]
+        saved: Sequence[Sequence[Any]] = [[None] * len(states) for states in working]
         if may_fail:
             self.reserve(cache)
-        spare: Sequence[Sequence[Any]] = self._spare or [] if may_fail else [[None] * len(one) for one in working]
-        layers = [list(map(PassState, *states)) for states in zip(sources, working, spare, strict=True)]
-        return PassStates(layers, -1 if not may_fail else 0 if again is None else again.shape[1]), again
+            assert self._spare is not None
+            # Where the cache has the states to return to, they stay as they are: the pass leaves its own elsewhere.
+            working, saved = (self._spare, saved) if again is None else (working, self._spare)
+        layers = [list(map(PassState, *states)) for states in zip(sources, working, saved, strict=True)]
+        return PassStates(layers, again.shape[1] if may_fail and again is not None else -1), again
 
     def reserve(self, cache: Cache) -> None:
         """Make room for the states that a pass saves.
@@ -382,19 +394,23 @@ class Checkpoint:
             return [saved.states() for saved in self._saved], self._since[:, :owed]
         return [states_in(layer) for layer in cache.layers], self._since[:, :owed]
 
-    def saved(self, cache: Cache, length: int, tokens: torch.Tensor, may_fail: bool) -> None:
+    def saved(self, cache: Cache, length: int, tokens: torch.Tensor, may_fail: bool, repeats: bool) -> None:
         """Note that a pass with the states of `states_of_pass` is over.
 
         Args:
             cache, length, may_fail: as there.
             tokens: tokens `(B, n)` of the pass, without repeated ones.
+            repeats: whether it repeated tokens.
         """
         if may_fail:
-            spare = self._spare
-            assert spare is not None
+            at_checkpoint = self._spare
+            if not repeats:
+                at_checkpoint = [states_in(layer) for layer in cache.layers]
+                for layer, states in zip(cache.layers, self._spare or [], strict=True):
+                    _hold(layer, states)
             self._saved, self._unsaved = self._saved or self._unsaved, None
-            assert self._saved is not None
-            self._spare = [saved.exchange(states) for saved, states in zip(self._saved, spare, strict=True)]
+            assert self._saved is not None and at_checkpoint is not None
+            self._spare = [saved.exchange(states) for saved, states in zip(self._saved, at_checkpoint, strict=True)]
         else:
             self._saved, self._unsaved = None, self._saved or self._unsaved
         self.length, self._since, self._stands = length, tokens, tokens.shape[1]

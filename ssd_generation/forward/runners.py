@@ -269,7 +269,7 @@ class CapturedRunner:
         whole = tokens if again is None else torch.cat((again, tokens), dim=1)
         logits = captured.run(context.cache, whole, positions, texts=places, states=states)
         assert logits is not None
-        checkpoint.saved(context.cache, context.length, tokens, may_fail)
+        checkpoint.saved(context.cache, context.length, tokens, may_fail, repeats=again is not None)
         return logits[:, -count:]
 
 
