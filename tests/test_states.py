@@ -40,7 +40,8 @@ from ssd_generation.native.ops.states import STEPS, State
 from ssd_generation.native.sequence import Block, Operand, make_list
 from ssd_generation.support.versions import cache_argument
 from test_recurrent import Lies
-from tiny_models import VOCAB, left_padded, prompt, small
+from tiny_models import FAMILIES as TINY
+from tiny_models import VOCAB, left_padded, prompt, small, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(compiler.why_not() is not None, reason=f"no code can be made: {compiler.why_not()}"),
@@ -165,6 +166,20 @@ def test_a_mean_is_of_the_last_dimension(dtype: torch.dtype) -> None:
     for one, each in ((x, 1), (whole[:, ::2, 4:74], 1), (x.view(6, 70), 3)):
         found = listed("mean", (*one.shape[:-1], 1), dtype, [one], (0, each))
         torch.testing.assert_close(found, one.mean(-1, keepdim=True), rtol=HALVES[dtype], atol=1e-3)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_as_many_tokens_as_heads(family: str) -> None:
+    """Each first pass is compared with the model's own; these models have four heads, two of them with keys."""
+    refusals = set()
+    for tokens in (2, 3, 4, 5):
+        model = tiny_model(family)
+        passes = captured_target(enable_self_speculative(model))
+        if passes is None:
+            pytest.skip("its passes are not captured")
+        passes.program(tokens)
+        refusals.add(passes.refusal)
+    assert len(refusals) == 1
 
 
 def test_what_lies_otherwise_has_no_kernel() -> None:

@@ -460,10 +460,13 @@ class _List:
     def _in_its_shape(self, captured: CapturedPass, node: Any, result: Any, last: Any) -> Any:
         """Return a node that gives a result of the list in the shape that the graph knows, after the node `last`."""
         value = self.values[node]
-        if isinstance(value, tuple) or tuple(value.block.shape) == tuple(value.like.shape):
+        if isinstance(value, tuple):
             return result
         shape, stored = tuple(value.like.shape), tuple(value.block.shape)
+        # Not by shapes alone: there may be as many heads as tokens.
         is_turned = value.like.ndim == 4 and not value.is_whole
+        if shape == stored and not is_turned:
+            return result
         with captured.graph.inserting_after(last):
             how = ("transpose", 1, 2) if is_turned else ("view", *shape)
             made = captured.graph.call_method(how[0], (result, *how[1:]))
