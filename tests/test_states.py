@@ -38,7 +38,7 @@ from ssd_generation.native.codegen import compiler
 from ssd_generation.native.ops.pointwise import NoKernel, Part, likeness, mean_step, pointwise_step
 from ssd_generation.native.ops.states import STEPS, State
 from ssd_generation.native.sequence import Block, Operand, make_list
-from ssd_generation.support.versions import cache_argument
+from ssd_generation.support.versions import CACHE, cache_argument
 from test_recurrent import Lies
 from tiny_models import FAMILIES as TINY
 from tiny_models import VOCAB, left_padded, prompt, small, tiny_model
@@ -503,6 +503,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_of_captured_passes(name: str, way: str, rows: int, passes: dict[str, int]) -> None:
     model = made(name)
+    if rows > 1 and name in ("mamba", "falcon_mamba", "mamba2") and Version(tf.__version__) < Version("5.24"):
+        pytest.skip("torch computes some of these layers in this version, which rounds by the place in a pass")
     ids, options = prompt(21, rows), {}
     if rows > 1 and name not in ("mamba", "falcon_mamba", "mamba2"):
         padded = left_padded([21, 15, 18])
@@ -565,8 +567,8 @@ def test_rejected_drafts_leave_nothing(name: str, passes: dict[str, int]) -> Non
     for pattern in ([(4, 1)], [(4, 4), (2, 0), (5, 2)], [(3, 3)], [(2, 0)] * 9 + [(12, 11)]):
         found = decoded(model, prompt(21), Lies(plain.sequences[0].tolist(), pattern), **options)
         assert torch.equal(found.sequences, plain.sequences)
-        name_of = cache_argument(model)
-        for one, other in zip(found[name_of].layers, plain[name_of].layers, strict=True):
+        theirs, ours = plain[cache_argument(model)], found[CACHE]
+        for one, other in zip(ours.layers, theirs.layers, strict=True):
             assert type(one) is type(other)
             for state, true in zip(states_in(one), states_in(other), strict=True):
                 torch.testing.assert_close(state, true, rtol=1e-3, atol=1e-4)
@@ -651,7 +653,7 @@ def test_a_layer_of_states_and_keys_keeps_both() -> None:
         assert all(torch.equal(one, other) for one, other in zip((layer.keys, *states_in(layer)), states, strict=True))
 
 
-@from_5_23
+@pytest.mark.skipif(Version(tf.__version__) < Version("5.24"), reason="the cache has another name")
 def test_a_layer_that_computes_its_state_itself_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = enable_self_speculative(
         tf.AutoModelForCausalLM.from_config(FAMILIES["qwen3_5"](), dtype=torch.float32).eval()

@@ -35,7 +35,7 @@ from ..support.model_state import Part, state_of
 from ..support.parallel import broadcast
 from ..support.progress import progress_bar
 from ..support.timing import Stopwatch
-from ..support.versions import CACHE
+from ..support.versions import cache_argument
 from .measuring import describe_model, time_in_turns
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class _Text:
         self.ids = ids[:, prompt:]
         self._cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=ids[:, :prompt], use_cache=True, **{CACHE: self._cache}, **fewer)
+        model(input_ids=ids[:, :prompt], use_cache=True, **{cache_argument(model): self._cache}, **fewer)
 
     def cache(self) -> Cache:
         """Return a writable cache of the prompt."""
