@@ -559,7 +559,7 @@ def test_widths_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
 
 
 @from_5_23
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "granitemoehybrid"])
 def test_rejected_drafts_leave_nothing(name: str, passes: dict[str, int]) -> None:
     model = made(name)
     options = {"return_dict_in_generate": True, "max_new_tokens": 50, "no_repeat_ngram_size": 2}
