@@ -50,10 +50,10 @@ def prompt_scans(model: PreTrainedModel, own_kernels: bool = False) -> AbstractC
 
 def _scan(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute a scan by kernels; by transformers' function where there are none for these arguments."""
-    parameters = inspect.signature(inspect.unwrap(function)).parameters
+    signature = inspect.signature(inspect.unwrap(function))
     try:
-        bound = inspect.signature(inspect.unwrap(function)).bind(*args, **kwargs)
-        ignored = {key for key, one in parameters.items() if one.kind is one.VAR_KEYWORD}
+        bound = signature.bind(*args, **kwargs)
+        ignored = {key for key, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD}
         packed = (bound.arguments.get(key, {}).get("cu_seqlens") for key in ignored)
         given = {key: one for key, one in bound.arguments.items() if key not in ignored and one is not None}
         if torch.is_grad_enabled() or any(one is not None for one in packed) or _is_elsewhere(given):
@@ -109,6 +109,11 @@ def _run(
     return found.view(batch, count, *shape[1 if found.ndim == first.ndim - 1 else 2 :])
 
 
+def _begun(before: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the state that a scan begins with, in float32 and of its own: zeros where there is none before."""
+    return torch.zeros(shape, device="cpu") if before is None else before.to(torch.float32, copy=True).contiguous()
+
+
 def _mamba2(given: dict[str, Any]) -> Any:
     if given.get("z") is not None:
         raise NoKernel
@@ -117,7 +122,7 @@ def _mamba2(given: dict[str, Any]) -> Any:
     batch, _, heads, size = x.shape
     states = given["B"].shape[-1]
     shape = batch, heads, size, states
-    state = torch.zeros(shape, device="cpu") if before is None else before.to(torch.float32, copy=True).contiguous()
+    state = _begun(before, shape)
     weights = {"A": decay.float().contiguous()[:, None, None].expand(-1, size, states)}
     for name in ("D", "dt_bias"):
         if name in given:
@@ -145,7 +150,7 @@ def _limited(given: dict[str, Any]) -> dict[str, Any]:
 def _mamba(given: dict[str, Any]) -> Any:
     x, decay = given["hidden_states"], given["A"]
     batch, width, _ = x.shape
-    state = torch.zeros((batch, width, decay.shape[-1]), device="cpu")
+    state = _begun(None, (batch, width, decay.shape[-1]))
     weights = {"A": decay.float().contiguous()}
     for name, here in (("D", "D"), ("delta_bias", "dt_bias")):
         if name in given:
@@ -164,7 +169,7 @@ def _mamba(given: dict[str, Any]) -> Any:
 def _delta(name: str, given: dict[str, Any]) -> Any:
     value, before = given["value"], given.get("initial_state")
     shape = value.shape[0], value.shape[2], given["key"].shape[-1], value.shape[-1]
-    state = torch.zeros(shape, device="cpu") if before is None else before.to(torch.float32, copy=True).contiguous()
+    state = _begun(before, shape)
     tokens = {key: given[key] for key in ("query", "key", "value", "g", "beta")}
     others = {"output_final_state": True, "use_qk_l2norm_in_kernel": given.get("use_qk_l2norm_in_kernel", False)}
     result = _run(name, tokens, {}, others, state).to(given["query"].dtype)
