@@ -21,8 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ...cache.buffered_layers import BufferedLayer, BufferedSlidingLayer, BufferedStatesLayer
-from ...cache.recurrent import PassStates, has_no_keys
-from ...native.cache_table import ONE_TEXT, TextPlace
+from ...cache.recurrent import has_no_keys
 from ...native.ops.linear import native_linear
 from .cache_attention import CacheAttention
 from .expert_layers import run_experts, shape_of_gate
@@ -93,18 +92,10 @@ class RowAttention(CacheAttention):
 
     __slots__ = ()
 
-    def begin(
-        self,
-        layers: Sequence[Any],
-        at: int,
-        count: int,
-        texts: Sequence[TextPlace] = ONE_TEXT,
-        states: PassStates | None = None,
-    ) -> None:
-        """Begin a pass over `count` tokens of each text, after the slots that each layer holds."""
-        super().begin(layers, at, count, texts, states)
-        self.ends = [getattr(layer, "end", 0) for layer in layers]
-        self.windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    def _ends_and_windows(self, layers: Sequence[Any], at: int) -> tuple[list[int], list[int | None]]:
+        return [getattr(layer, "end", 0) for layer in layers], [
+            getattr(layer, "sliding_window", None) for layer in layers
+        ]
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float

@@ -62,10 +62,13 @@ class CacheAttention:
         ]
         self.key_buffers: list[Any] = [getattr(layer, "key_buffer", None) for layer in layers]
         self.value_buffers: list[Any] = [getattr(layer, "value_buffer", None) for layer in layers]
-        self.ends = [at] * len(layers)
-        self.windows: list[int | None] = [None] * len(layers)
+        self.ends, self.windows = self._ends_and_windows(layers, at)
         self._table, self._begun = None, at
         self._stand_at(at, count)
+
+    def _ends_and_windows(self, layers: Sequence[Any], at: int) -> tuple[list[int], list[int | None]]:
+        """Return, by layer, the slot of the first token, and the number of tokens that a token sees (`None`: all)."""
+        return [at] * len(layers), [None] * len(layers)
 
     def move_to(self, at: int, count: int) -> None:
         """Continue with `count` tokens of each text, the first of them at slot `at`."""
