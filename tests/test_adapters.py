@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +11,11 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward.captured.batch_invariance import NATIVE, BatchInvariance
+from ssd_generation.forward.captured.passes import captured_target, draft_of
 from ssd_generation.forward.copies.low_bit import CopiesPart
 from ssd_generation.forward.structure.adapters import AdapterWatch, numbers_of
+from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.learnt import LearntPart
 from ssd_generation.tuning.moving_weights import weights_in_use
@@ -21,6 +24,8 @@ from tiny_models import prompt, tiny_model
 peft = pytest.importorskip("peft")
 # peft's own use of a renamed transformers property, and its warnings about merging and adding adapters
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+needs_kernels = pytest.mark.skipif(why_not() is not None, reason="no code can be compiled here")
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
 REQUESTS: dict[str, Any] = {
@@ -168,6 +173,105 @@ def test_weights_are_told_apart(model: Any) -> None:
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "lora_A.first" in name).add_(1)
     assert len(numbers | {numbers_of(base)}) == 2
+
+
+# --- captured passes
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "LoRA": lambda: lora("q_proj", "v_proj"),
+    "LoRA, all layers": lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4),
+    "LoRA with a bias": lambda: peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], lora_bias=True, use_rslora=True
+    ),
+    "LoRA and a whole layer": lambda: peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"]
+    ),
+    "LoRA on embeddings": lambda: lora("q_proj", "embed_tokens"),
+    "DoRA": lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], use_dora=True),
+    "IA3": lambda: peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "VeRA": lambda: peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4),
+    "LoHa": lambda: peft.LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4),
+    "HRA": lambda: peft.HRAConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4),  # its linear has keywords
+}
+
+
+def adapted(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Build a llama with one adapter, none of whose weights are zeros, under a PEFT model that is enabled."""
+    base = tiny_model("llama", hidden_size=128, intermediate_size=256, head_dim=32).to(dtype)
+    base.generation_config.eos_token_id = None
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, KINDS[kind]())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return enable_self_speculative(model.eval())
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_whatever_the_adapter(kind: str) -> None:
+    model = adapted(kind)
+    base = model.get_base_model()
+    passes = captured_target(base, BatchInvariance(NATIVE, (1, 2, 4)))
+    assert passes is not None and all(passes.program(tokens) is not None for tokens in (1, 4)), passes.refusal
+    plain = texts(model)
+    with model.disable_adapter():
+        assert not torch.equal(plain, texts(model)), "the adapter makes no difference"
+    for name in REQUESTS:
+        assert torch.equal(plain, texts(model, REQUESTS[name])), name
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_with_adapters_is_one_list_of_kernels(dtype: torch.dtype) -> None:
+    # In bfloat16, PEFT's own weights are float32: two types in one list.
+    base = adapted("LoRA, all layers", dtype).get_base_model()
+    assert base.model.layers[0].mlp.up_proj.lora_A["default"].weight.dtype is torch.float32
+    target = captured_target(base, BatchInvariance(NATIVE, (1, 2, 4)))
+    _, draft = draft_of(base, SelfSpeculativeConfig(precision="int8"))
+    for passes in (target, draft):
+        assert passes is not None and (program := passes.program(1)) is not None
+        assert program.source.count("kernels(") == 1 and "linear" not in program.source, program.source
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_drafts_next_to_an_adapter_are_accepted(dtype: torch.dtype) -> None:
+    model = adapted("LoRA, all layers", dtype)
+    base = model.get_base_model()
+    texts(model, REQUESTS["int8"])
+    assert base.last_speculation.accepted_tokens > 0.6 * base.last_speculation.drafted_tokens
+    with torch.no_grad():  # as in training: the draft follows
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(-1)
+    plain = texts(model)
+    assert dtype is torch.float16 or torch.equal(plain, texts(model, REQUESTS["int8"]))
+    texts(model, REQUESTS["int8"])
+    assert base.last_speculation.accepted_tokens > 0.6 * base.last_speculation.drafted_tokens
+
+
+def test_passes_are_retained_when_adapters_are_switched(model: Any) -> None:
+    base = model.get_base_model()
+
+    def passes() -> list[Any]:
+        texts(model, REQUESTS["int8"])
+        draft = draft_of(base, REQUESTS["int8"])[1]
+        return [captured_target(base), draft]
+
+    first = passes()
+    model.set_adapter("second")
+    second = passes()
+    assert all(one is not None and one is not other for one, other in zip(first, second, strict=True))
+    with model.disable_adapter():
+        assert all(one not in (*first, *second) for one in passes())
+    model.set_adapter("first")
+    assert passes() == first
+    model.merge_adapter(["first"])
+    assert all(one not in (*first, *second) for one in passes())
 
 
 # --- changes in the middle of a text

@@ -106,6 +106,11 @@ def _drops(p: float = 0.5, training: bool = True, inplace: bool = False, **_: An
     return training and p > 0
 
 
+def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, ...]:  # noqa: A002, the names that torch has
+    """Return the arguments of `functional.linear` in their order."""
+    return input, weight, bias
+
+
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a function writes into one of its arguments."""
     return (
@@ -186,6 +191,8 @@ class _Capture(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
+        if func is nn.functional.linear and kwargs:
+            args, kwargs = _of_linear(*args, **kwargs), {}
         if name in _DEPENDS_ON_VALUES or _has_size_of_values(name, args):
             raise CannotCapture(f"the pass depends on values: it calls {name}")
         if name == "__set__":

@@ -13,6 +13,7 @@ from ...cache.recurrent import has_states, has_states_alone
 from ...support.model_state import Part, state_of
 from ...support.once import looked_at_once
 from ...support.structure import modules_of
+from ..structure.adapters import has_adapters
 from ..structure.dropout import active_dropout
 from ..structure.linears import is_plain
 
@@ -90,7 +91,7 @@ def why_not_on(
         return "it has recurrent states"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:
+    if device.type != "cpu" and has_adapters(model):
         return "adapters are loaded"
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         return "global module hooks are installed"
@@ -110,10 +111,14 @@ def why_not_on(
         # Most modules have none, and all are looked at in each call.
         if ("forward" in module.__dict__ and has_patched_forward(module)) or module._compiled_call_impl is not None:
             return f"the forward of {type(module).__name__} is patched or compiled"
-        if not is_replaced and not type(module).__module__.startswith(("torch.nn.", "transformers.")):
-            return f"{type(module).__name__} is not a class of torch or transformers"
+        if not is_replaced and not type(module).__module__.startswith(_CAPTURED_CODE):
+            return f"{type(module).__name__} is not a class of torch, transformers or PEFT"
     return active_dropout(model)
 
+
+_CAPTURED_CODE = ("torch.nn.", "transformers.", "peft.tuners.", "peft.utils.")
+"""Beginnings of the names of modules whose classes compute their results by torch functions alone. What switches
+PEFT's layers is part of a model's fingerprint."""
 
 _TRANSPARENT = {("trl.trainer.utils", "_fused_forward"): "original_forward"}
 """Wrappers of a model's forward that only pass calls of `generate` on, by module and name, with the variable that they

@@ -129,11 +129,11 @@ class _List:
         """Add a layer, or operations that have one kernel together."""
         target, args = node.target, node.args
         if isinstance(target, NativeLinear):
-            self._linear(node, target)
+            self._linear(captured, node, target)
         elif isinstance(target, NativeExperts):
             self._experts(node, target)
         elif isinstance(of := getattr(target, "__self__", None), LowBitCopy) and of.native is not None:
-            self._linear(node, of.native)
+            self._linear(captured, node, of.native)
             if target.__func__ is LowBitCopy.apart:
                 self.values[node] = tuple(
                     _Value(self.values[node].block, part)
@@ -330,14 +330,15 @@ class _List:
         self.steps.append(Step(what, address, how, [*operands, result, *fields], held))
         self.values[node] = self._whole(block)
 
-    def _linear(self, node: Any, layer: NativeLinear) -> None:
-        x = self._value(node.args[0])
-        if layer.activation is not self.dtype or not x.is_whole or x.like.numel() != self.rows * layer.columns:
+    def _linear(self, captured: CapturedPass, node: Any, layer: NativeLinear) -> None:
+        is_usual = layer.activation is self.dtype  # an adapter may compute in float32
+        x = self._value(node.args[0]) if is_usual else _part(self._operand(captured, node.args[0]))
+        if x.like.dtype is not layer.activation or not x.is_whole or x.like.numel() != self.rows * layer.columns:
             raise _No
-        block = Block((*x.like.shape[:-1], layer.rows))
+        block = Block((*x.like.shape[:-1], layer.rows), dtype=None if is_usual else layer.activation)
         address, how, inner = layer.parts()
         self.steps.append(Step("linear", address, how, [inner, x.operand(), Operand(block, 0, True)], layer))
-        self.values[node] = self._whole(block)
+        self.values[node] = _Value(block, likeness(block.shape, layer.activation))
 
     def _experts(self, node: Any, layer: NativeExperts) -> None:
         x, chosen, weights = self._value(node.args[0]), *(self._routing(arg) for arg in node.args[1:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,9 @@ from ...native.ops.experts import NativeExperts
 from ...native.ops.kernels import NAMES
 from ...support.garbage import no_collections
 from ...support.model_state import Part, state_of
+from ...support.recent import recent
 from ..copies.low_bit import LowBitCopies, LowBitCopy, copies_of
+from ..structure.adapters import adapters_in_use
 from ..structure.skip_mode import SkipMode
 from ..structure.sublayers import layout_of
 from ..structure.weights import fingerprint
@@ -71,8 +73,9 @@ __all__ = ["CapturedPart", "CapturedPasses", "captured_draft", "captured_target"
 
 logger = logging.getLogger(__name__)
 
-_MOST_DRAFTS = 4
-"""Skip sets whose captured drafts are retained: each holds code and constants, some a megabyte."""
+_MOST_DRAFTS = _MOST_ADAPTERS = 4
+"""Skip sets whose captured drafts, and sets of adapters whose passes are retained: each pass holds code and constants,
+some a megabyte."""
 
 
 class CapturedPasses:
@@ -132,7 +135,7 @@ class CapturedPasses:
         """Return the capture of the passes; with JIT-compiled kernels, it is shared where nothing is left out."""
         knows_windows, is_native = self.batch_invariance is not None, self._is_native
         is_alike = is_native and not leaves_out and (knows_windows or not any(windows_of(model)))
-        whole = state_of(model).get(CapturedPart).whole_of(model) if is_alike else None
+        whole = state_of(model).get(CapturedPart).of(model).whole_of(model) if is_alike else None
         return PassCapture(self._skip_mode, knows_windows, whole, does_one=is_native)
 
     @property
@@ -367,7 +370,7 @@ class CapturedPasses:
             copies = self._copies()
             if copies is None:
                 raise CannotCapture("the low-bit copies were dropped")
-            _use_copies(captured, copies)
+            _use_copies(captured, copies, model.dtype)
         elif self.batch_invariance is not None:
             swap_linears(captured, self._invariant_linear)
         elif self.is_draft or model.dtype == torch.float32:
@@ -459,7 +462,7 @@ def _leave_out_head(model: PreTrainedModel, captured: CapturedPass) -> None:
     captured.eliminate_dead_code()
 
 
-def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:
+def _use_copies(captured: CapturedPass, held: LowBitCopies, model_dtype: torch.dtype) -> None:
     """Make a draft's linear layers compute from their low-bit copies."""
     copies = held.by_weight
 
@@ -479,45 +482,72 @@ def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:
     use_bfloat16(captured)
     if captured.length == 1:
         rotate_together(captured, lambda node: getattr(node.target, "__func__", None) is LowBitCopy.apart)
-    swap_linears(captured, _mixed)
+    _use_own_weights(captured, model_dtype)
 
 
-def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
-    """Return a layer with its own weights for a draft whose activations are bfloat16."""
-    faster = linear_of_few_rows(weight, bias, 1)
+_FEW_WEIGHTS = 1 << 20
+"""Elements up to which a layer without a low-bit copy is copied to bfloat16: an adapter's."""
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        x = x.to(weight.dtype)
-        return (functional.linear(x, weight, bias) if faster is None else faster(x)).to(torch.bfloat16)
 
-    return linear
+def _use_own_weights(captured: CapturedPass, model_dtype: torch.dtype) -> None:
+    """Compute the linear layers of a draft that have no low-bit copies, such as an adapter's, next to bfloat16."""
+
+    def kernel_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
+        kernel = linear_of_few_rows(weight, bias, 1)
+
+        def mixed(x: torch.Tensor) -> torch.Tensor:
+            x = x.to(weight.dtype)
+            return (functional.linear(x, weight, bias) if kernel is None else kernel(x)).to(torch.bfloat16)
+
+        # The model itself casts the input of an adapter that computes in another type than its own.
+        return kernel if kernel is not None and weight.dtype in {torch.bfloat16, *others} else mixed
+
+    others = {torch.float32, torch.float16} - {model_dtype}
+    for node in captured.nodes:
+        layer = linear_weight(captured, node)
+        if layer is None or layer[1] is not None or layer[0].numel() > _FEW_WEIGHTS:
+            continue
+        if layer[0].dtype is model_dtype is not torch.bfloat16:
+            name = f"{node.args[1].target}_bfloat16"
+            node.update_arg(1, captured.add_copy(name, layer[0], torch.Tensor.bfloat16, node))
+    swap_linears(captured, kernel_of)
 
 
 class CapturedPart(Part):
-    """Part of a model's state: its captured passes.
+    """Part of a model's state: its captured passes, of each set of adapters that was in use of late."""
+
+    def __init__(self) -> None:
+        self._by_adapters: dict[Hashable, Captures] = {}
+
+    def of(self, model: PreTrainedModel) -> Captures:
+        """Return the passes with the adapters that are in use; empty where they have none yet."""
+        return recent(self._by_adapters, adapters_in_use(model), Captures, _MOST_ADAPTERS)
+
+    def drop(self) -> None:
+        self._by_adapters = {}
+
+    drop_captures = drop
+
+
+class Captures:
+    """Captured passes of a model with one set of adapters.
 
     Attributes:
-        captured_targets: passes of the whole model, by the kernel that keeps their bits the same; those that read
-            prompts have entries of their own.
-        captured_drafts: passes of its drafts, by skip set.
-        whole: capture of the whole model, shared by all of these that leave nothing out.
+        targets: passes of the whole model, by the kernel that keeps their bits the same; those that read prompts have
+            entries of their own.
+        drafts: passes of its drafts, by skip set; those with low-bit copies are stored with these.
     """
 
     def __init__(self) -> None:
-        self.captured_targets: dict[str | None, CapturedPasses] = {}
-        self.captured_drafts: dict[SkipConfig, CapturedPasses] = {}
-        self.whole: WholeCapture | None = None
+        self.targets: dict[str | None, CapturedPasses] = {}
+        self.drafts: dict[SkipConfig, CapturedPasses] = {}
+        self._whole: WholeCapture | None = None
 
     def whole_of(self, model: PreTrainedModel) -> WholeCapture:
-        """Return `whole`, made anew when the model has changed."""
-        if self.whole is None or not self.whole.is_of(model):
-            self.whole = WholeCapture(model)
-        return self.whole
-
-    def drop(self) -> None:
-        self.captured_targets, self.captured_drafts, self.whole = {}, {}, None
-
-    drop_captures = drop
+        """Return the capture that passes share which leave nothing out; made anew when the model has changed."""
+        if self._whole is None or not self._whole.is_of(model):
+            self._whole = WholeCapture(model)
+        return self._whole
 
 
 def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> CapturedPasses | None:
@@ -530,21 +560,22 @@ def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopie
         replaced.update(id(m) for sub in skipped if sub is not None for top in sub.modules for m in top.modules())
     if why_not_captured(model, replaced=replaced) is not None:
         return None
-    known: dict[SkipConfig, CapturedPasses] = state_of(model).get(CapturedPart).captured_drafts
-    passes: CapturedPasses | None = known.pop(skip, None) if copies is None else copies.passes
-    if passes is None or not passes.follow(model):
+
+    def made() -> CapturedPasses:
         others = () if copies is None else (*copies.others, *copies.stand_ins())
         leaves_out = len(skip) > 0 or len(others) > 0
-        passes = CapturedPasses(
+        return CapturedPasses(
             model, SkipMode(model, skip, others), frozenset(skip.attention), copies, leaves_out=leaves_out
         )
-    if copies is not None:
-        copies.passes = passes
-        return passes
-    known[skip] = passes  # most recently used
-    while len(known) > _MOST_DRAFTS:
-        del known[next(iter(known))]
-    return passes
+
+    known: dict[Any, CapturedPasses]
+    if copies is None:
+        known, key, most = state_of(model).get(CapturedPart).of(model).drafts, skip, _MOST_DRAFTS
+    else:
+        known, key, most = copies.passes, adapters_in_use(model), _MOST_ADAPTERS
+    if key in known and not known[key].follow(model):
+        del known[key]
+    return recent(known, key, made, most)
 
 
 def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, CapturedPasses | None]:
@@ -579,7 +610,7 @@ def captured_target(
     """
     if why_not_captured(model) is not None:
         return None
-    known: dict[str | None, CapturedPasses] = state_of(model).get(CapturedPart).captured_targets
+    known = state_of(model).get(CapturedPart).of(model).targets
     kind = None if batch_invariance is None else batch_invariance.linear
     if of_prompts:
         kind = f"{kind}, prompts"

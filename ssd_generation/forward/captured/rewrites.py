@@ -368,11 +368,11 @@ def _is_plain(dtype: torch.dtype | None, *nodes: Any) -> bool:
 
 def linear_weight(captured: CapturedPass, node: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Return `(weight, bias)` of an `F.linear` of constants, else `None`."""
-    if node.target is not functional.linear or not node.args:
+    if node.target is not functional.linear:
         return None
-    named = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
-    weight, bias = captured.constant(named.get("weight")), captured.constant(named.get("bias"))
-    if weight is None or weight.ndim != 2 or (bias is None and named.get("bias") is not None):
+    _, its_weight, its_bias = (*node.args, None)[:3]
+    weight, bias = captured.constant(its_weight), captured.constant(its_bias)
+    if weight is None or weight.ndim != 2 or (bias is None and its_bias is not None):
         return None
     return weight, bias
 

@@ -25,6 +25,7 @@ from ...native.ops import linear as native
 from ...support.devices import is_asynchronous
 from ...support.model_state import Part, state_of
 from ...support.parallel import mesh_of
+from ...support.recent import recent
 from ...support.structure import follows_from_structure
 from ...support.tensors import place_of
 from ..structure.linears import (
@@ -460,7 +461,8 @@ class LowBitCopies:
         modules: the linear layers, in the order of the model.
         others: further `(module, forward)` pairs that the draft computes with.
         left: requested sub-layers and layers that stay as they are, with the reason.
-        passes: passes captured with these copies (captured/passes.py), stored here so that they are freed with them.
+        passes: passes captured with these copies, by adapters (captured/passes.py); stored here, they are freed with
+            the copies.
     """
 
     def __init__(
@@ -487,7 +489,7 @@ class LowBitCopies:
         self.by_module: dict[int, tuple[LowBitCopy, int]] = {}
         self.by_weight: dict[int, tuple[LowBitCopy, int]] = {}
         self.modules: list[nn.Module] = []
-        self.passes: Any = None
+        self.passes: dict[Any, Any] = {}
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._copied: list[tuple[LowBitCopy, list[nn.Module]]] = []
         places, self.left = _places(model, skip, precision)
@@ -678,19 +680,15 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
         ValueError: see `check_precision`.
     """
     state, part = state_of(model), state_of(model).get(CopiesPart)
-    copies: LowBitCopies | None = part.low_bit_drafts.get((skip, precision))
-    if copies is not None and copies.drift(model) > MOST_DRIFT:
+    known: LowBitCopies | None = part.low_bit_drafts.get((skip, precision))
+    if known is not None and known.drift(model) > MOST_DRIFT:
         state.drop_copies()  # of weights that no longer exist
-        copies = None
-    if copies is None:
+
+    def made() -> LowBitCopies:
         _drop_of_others(model)
-        copies = LowBitCopies(model, skip, precision)
-    known = part.low_bit_drafts
-    known.pop((skip, precision), None)
-    known[skip, precision] = copies  # most recently used
-    while len(known) > _MOST_DRAFTS:
-        del known[next(iter(known))]
-    return copies
+        return LowBitCopies(model, skip, precision)
+
+    return recent(part.low_bit_drafts, (skip, precision), made, _MOST_DRAFTS)
 
 
 def rewrite_copies(model: PreTrainedModel, copies: LowBitCopies) -> None:

@@ -16,10 +16,10 @@ from .linears import few_of, is_plain, linears_of, sample
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AdapterWatch", "adapters_in_use", "few_numbers_of", "numbers_of"]
+__all__ = ["SWITCHES", "AdapterWatch", "adapters_in_use", "few_numbers_of", "has_adapters", "numbers_of"]
 
 # Attributes of a layer with adapters that say which of them are in use, and how much of each.
-_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
 _FEW = 4
 """Numbers read from each of the adapters' own weights."""
@@ -66,7 +66,7 @@ class AdapterWatch:
 
 
 def _switches(layer: nn.Module) -> list[Hashable]:
-    return [_frozen(layer.__dict__.get(switch, getattr(type(layer), switch, None))) for switch in _SWITCHES]
+    return [_frozen(layer.__dict__.get(switch, getattr(type(layer), switch, None))) for switch in SWITCHES]
 
 
 def _frozen(value: Any) -> Hashable:
@@ -79,10 +79,15 @@ def _adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Modul
     """Yield `(parent, name in it, layer, the adapters' own weights)` of all layers with adapters."""
     for parent in model.modules():
         for name, module in parent._modules.items():
-            if module is not None and hasattr(module, _SWITCHES[0]):
+            if module is not None and hasattr(module, SWITCHES[0]):
                 base = getattr(module, "base_layer", None)
                 others = set() if base is None else {id(p) for p in base.parameters()}
                 yield parent, name, module, [p for p in module.parameters() if id(p) not in others]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Tell whether adapters are loaded, in use or not."""
+    return getattr(model, "peft_config", None) is not None or getattr(model, "_hf_peft_config_loaded", False)
 
 
 def adapters_in_use(model: PreTrainedModel) -> Hashable:

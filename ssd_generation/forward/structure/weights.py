@@ -17,7 +17,7 @@ from ...support.model_state import Part, state_of
 from ...support.once import looked_at_once
 from ...support.structure import modules_of
 from ...support.tensors import place_of, version_of
-from .adapters import AdapterWatch
+from .adapters import SWITCHES, AdapterWatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,18 +130,19 @@ def forget_stale(model: PreTrainedModel) -> None:
 
 
 _SCALARS = frozenset({bool, int, float, str})
-_OF_CALLS = "_previous_max_cache_length"
-"""Attribute that a call with a static cache leaves on a model: no pass depends on it."""
+_OTHERS = frozenset({"_previous_max_cache_length", *SWITCHES[:2]})
+"""Attributes that count elsewhere or nowhere: adapters in use (`adapters_in_use`), and what a call with a static cache
+leaves on a model."""
 
 
 @looked_at_once
 def fingerprint(model: PreTrainedModel) -> tuple[list[Any], ...]:
-    """Return a value that changes when captures no longer match the model."""
+    """Return a value that changes when captures no longer match the model, whatever adapters are in use."""
     modules: list[Any] = []
     tensors: list[Any] = []
     for module in modules_of(model):
         # Numbers such as an attention's scale are written into the graph.
-        numbers = [v for k, v in module.__dict__.items() if type(v) in _SCALARS and k != _OF_CALLS]
+        numbers = [v for k, v in module.__dict__.items() if type(v) in _SCALARS and k not in _OTHERS]
         modules.append((id(module), type(module).forward, numbers))
         # Tensors count by their address alone: their contents are read anew in each pass.
         for tensor in (*module._parameters.values(), *module._buffers.values()):
