@@ -216,7 +216,8 @@ def test_captured_whatever_the_adapter(kind: str) -> None:
     model = adapted(kind)
     base = model.get_base_model()
     passes = captured_target(base, BatchInvariance(NATIVE, (1, 2, 4)))
-    assert passes is not None and all(passes.program(tokens) is not None for tokens in (1, 4)), passes.refusal
+    assert passes is not None
+    assert all(passes.program(tokens) is not None for tokens in (1, 4)), passes.refusal
     plain = texts(model)
     with model.disable_adapter():
         assert not torch.equal(plain, texts(model)), "the adapter makes no difference"

@@ -58,7 +58,7 @@ def test_captured_drafts_are_bounded() -> None:
     model = enable_self_speculative(tiny_model())
     for index in range(15):
         generate(model, self_speculative=SkipConfig(attention=[index % 4], mlp=[index // 4]))
-    assert 1 <= len(state_of(model).get(CapturedPart).captured_drafts) <= 4
+    assert 1 <= len(state_of(model).get(CapturedPart).of(model).drafts) <= 4
     for index in range(12):
         precision = PrecisionConfig(default="int8", attention={index % 4: None, (index + 1) % 3: None})
         generate(model, self_speculative=SelfSpeculativeConfig(SkipConfig(mlp=[index // 3]), precision=precision))

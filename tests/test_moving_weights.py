@@ -77,8 +77,8 @@ def test_an_update_that_no_copy_would_show_quantises_nothing(model: PreTrainedMo
 def test_copies_are_quantised_once_for_an_update_and_in_place(model: PreTrainedModel, quantised: list[int]) -> None:
     texts(model, INT8)
     copies, made = copies_in_use(model), len(quantised)
-    passes, targets = copies.passes, dict(state_of(model).get(CapturedPart).captured_targets)
-    assert passes is not None and passes.program(1) is not None and targets
+    (passes,), targets = copies.passes.values(), dict(state_of(model).get(CapturedPart).of(model).targets)
+    assert passes.program(1) is not None and targets
     weights = [copy.weight.data_ptr() for copy, _ in copies.by_module.values()]
     for number in range(1, 4):
         update(model, 0.02)
@@ -87,8 +87,8 @@ def test_copies_are_quantised_once_for_an_update_and_in_place(model: PreTrainedM
             assert torch.equal(plain, drafted) and model.last_speculation.acceptance_rate > 0.3
         assert len(quantised) == made * (1 + number)
     assert copies_in_use(model) is copies and copies.is_current(model)
-    assert copies.passes is passes, "captured again"
-    assert state_of(model).get(CapturedPart).captured_targets == targets, "captured again"
+    assert list(copies.passes.values()) == [passes], "captured again"
+    assert state_of(model).get(CapturedPart).of(model).targets == targets, "captured again"
     assert weights == [copy.weight.data_ptr() for copy, _ in copies.by_module.values()]
     # They equal new copies of these weights.
     new = LowBitCopies(model, INT8.skip, PrecisionConfig("int8", head="int8", group_size=64))

@@ -19,7 +19,6 @@ from ssd_generation.forward.captured import passes, rewrites
 from ssd_generation.forward.captured.cache_attention import CacheAttention
 from ssd_generation.forward.captured.capture import _Capture, capture_pass
 from ssd_generation.forward.captured.fx_graph import CapturedPass, compile_pass
-from ssd_generation.forward.captured.passes import _mixed
 from ssd_generation.forward.captured.rewrites import (
     fuse_norms,
     fuse_rotary,
@@ -206,7 +205,10 @@ def test_bfloat16_activations() -> None:
     model = tiny_model("qwen2", num_hidden_layers=2, hidden_size=96)  # norms large enough to be cast
     shared = after(capture_pass(model, LENGTH, 7), share_results, fuse_norms, fuse_rotary)
     narrow = after(shared, use_bfloat16)
-    got, expected = play(model, after(narrow, lambda made: swap_linears(made, _mixed))), own_logits(model)
+    got, expected = (
+        play(model, after(narrow, lambda made: passes._use_own_weights(made, model.dtype))),
+        own_logits(model),
+    )
     assert got.dtype == torch.bfloat16 and close(got, expected, 0.05) and not close(got, expected, 1e-4)
     # One cast after the embedding; the norms' weights are cast beforehand.
     assert calls_of(narrow) == calls_of(shared) + 1
@@ -224,7 +226,7 @@ def test_query_and_key_are_turned_together() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if not together:
                 patch.setattr(passes, "rotate_together", lambda captured, joined: None)
-            passes._use_copies(captured, copies)
+            passes._use_copies(captured, copies, model.dtype)
         captured.graph.lint()
         made.append(captured)
     assert [count(one, rewrites._rotate_together) for one in made] == [2, 0]

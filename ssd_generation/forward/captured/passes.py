@@ -568,14 +568,22 @@ def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopie
             model, SkipMode(model, skip, others), frozenset(skip.attention), copies, leaves_out=leaves_out
         )
 
-    known: dict[Any, CapturedPasses]
-    if copies is None:
-        known, key, most = state_of(model).get(CapturedPart).of(model).drafts, skip, _MOST_DRAFTS
-    else:
-        known, key, most = copies.passes, adapters_in_use(model), _MOST_ADAPTERS
+    if copies is not None:
+        return _followed(copies.passes, adapters_in_use(model), model, made, _MOST_ADAPTERS)
+    return _followed(state_of(model).get(CapturedPart).of(model).drafts, skip, model, made, _MOST_DRAFTS)
+
+
+def _followed(
+    known: dict[Any, CapturedPasses],
+    key: Hashable,
+    model: PreTrainedModel,
+    make: Callable[[], CapturedPasses],
+    most: int,
+) -> CapturedPasses:
+    """Return the passes of a key, made anew when the model has changed."""
     if key in known and not known[key].follow(model):
         del known[key]
-    return recent(known, key, made, most)
+    return recent(known, key, make, most)
 
 
 def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, CapturedPasses | None]:
