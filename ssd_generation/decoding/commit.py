@@ -42,6 +42,8 @@ class Committer:
         self._forward, self._request, self._watch, self._statistics = forward, request, watch, statistics
         self._ends = KnownEnds.of(request.criteria)
         users = (*request.criteria, *(() if request.streamer is None else (request.streamer,)))
+        # Otherwise what another thread changes is seen before the next step.
+        self._calls_users_code = self._ends is None or request.streamer is not None
         # Under sampling: the user's objects that see each token, and must not draw random numbers.
         self._watched = [user for user in users if is_foreign(user)] if request.generation_config.do_sample else []
 
@@ -66,7 +68,7 @@ class Committer:
             self.renew(rows, takes_back=False)
         rows.rest_known_ends()
         while rows.take_step():
-            _, has_changed = self.step(rows, outputs)
+            _, has_changed = self.step(rows, outputs, looks=self._calls_users_code)
             if all(rows.finished):
                 return False
             if has_changed:
@@ -75,11 +77,12 @@ class Committer:
                 outputs.take_back()
         return True
 
-    def step(self, rows: Rows, outputs: StepOutputs) -> tuple[bool, bool]:
+    def step(self, rows: Rows, outputs: StepOutputs, looks: bool = True) -> tuple[bool, bool]:
         """Call the criteria and feed the streamer for a step that all rows have taken.
 
         Args:
             rows, outputs: as in `commit`.
+            looks: whether to look for changes of the weights.
 
         Returns:
             Whether all rows are finished, or one has just ended and is padded from here on; and whether the model's
@@ -97,7 +100,7 @@ class Committer:
             for row in ended:
                 outputs.drop(row)
         is_over = all(rows.finished) or (rows.limits.stops_at_eos and bool(ended))
-        return is_over, not all(rows.finished) and self._watch.has_changed()
+        return is_over, looks and not all(rows.finished) and self._watch.has_changed()
 
     def _done(self, rows: Rows, outputs: StepOutputs) -> list[bool]:
         """Return, per row, whether the stopping criteria end its committed text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ __all__ = ["SWITCHES", "AdapterWatch", "adapters_in_use", "few_numbers_of", "has
 
 # Attributes of a layer with adapters that say which of them are in use, and how much of each.
 SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+
+_VERSION = attrgetter("_version")
 
 _FEW = 4
 """Numbers read from each of the adapters' own weights."""
@@ -38,6 +41,9 @@ class AdapterWatch:
         self._model = model
         self._names: Any = None
         self._layers: list[tuple[nn.Module, str, nn.Module, list[torch.Tensor]]] = []
+        self._plain: list[torch.Tensor] = []
+        self._counted: list[torch.Tensor] = []
+        self._others: list[torch.Tensor] = []
         self._numbers: list[torch.Tensor] = []
         self.state = self._look()
 
@@ -50,16 +56,20 @@ class AdapterWatch:
         names = tuple(getattr(self._model, "peft_config", None) or ())
         if names != self._names:
             self._names, self._layers = names, list(_adapted_layers(self._model)) if names else []
+            weights = [weight for *_, its_weights in self._layers for weight in its_weights]
+            self._plain, self._others = list(filter(is_plain, weights)), [w for w in weights if not is_plain(w)]
+            self._counted = [weight for weight in self._plain if not weight.is_inference()]
             # Views: they show writes that torch does not count (`weight.data`).
-            self._numbers = [few_of(w, _FEW) for *_, weights in self._layers for w in weights if is_plain(w)]
+            self._numbers = [few_of(weight, _FEW) for weight in self._plain]
         if not names:
             return ()
-        found: list[Any] = [names]
-        for parent, name, module, weights in self._layers:
-            # A layer that was removed from the model is no longer in use.
-            found.append(parent._modules.get(name) is module)
+        # A layer that was removed from the model is no longer in use.
+        found: list[Any] = [names, *(parent._modules.get(name) is module for parent, name, module, _ in self._layers)]
+        for _, _, module, _ in self._layers:
             found += _switches(module)
-            found += map(fingerprint_of, weights)
+        found += map(torch.Tensor.data_ptr, self._plain)
+        found += map(_VERSION, self._counted)
+        found += map(fingerprint_of, self._others)
         if self._numbers:
             found += torch.cat(self._numbers).tolist()
         return tuple(found)
