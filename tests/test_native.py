@@ -130,6 +130,32 @@ def test_a_processor_with_shorter_vectors_gives_the_same_bits(
     assert torch.equal(narrow, wide)
 
 
+@pytest.mark.skipif("+avx512bf16" not in compiler._features(), reason="AVX-512's bfloat16")
+def test_the_instruction_for_pairs_gives_the_bits_of_two_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = random_layer(61, 2345, torch.bfloat16)
+    x = torch.randn(19, 2345).to(torch.bfloat16)
+    found = []
+    for is_intel in (True, False):  # whose processors have it at half the speed
+        monkeypatch.setattr(compiler, "is_intel", lambda is_intel=is_intel: is_intel)
+        assert compiler.adds_bfloat16() is not is_intel
+        kernels.kernel.cache_clear()
+        found.append(made(weight, bias)(x))
+    kernels.kernel.cache_clear()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("columns", [897, 1793, 3001, 9001])
+def test_rows_in_blocks_have_the_bits_of_each_alone(dtype: torch.dtype, columns: int) -> None:
+    # Strips of 96 rows of W, groups of 8 rows of x, blocks of columns: none of them comes out even.
+    weight, bias = random_layer(229, columns, dtype)
+    layer, x = made(weight, bias), torch.randn(43, columns).to(dtype)
+    alone = torch.cat([layer(row[None]) for row in x])
+    assert torch.equal(layer(x), alone)
+    expected = functional.linear(x.double(), weight.double(), bias.double())
+    assert (alone.double() - expected).norm() < 0.01 * expected.norm()
+
+
 @pytest.mark.skipif("+avx512vnni" not in compiler._features(), reason="AVX-512 VNNI")
 @pytest.mark.parametrize("activation", [torch.float32, torch.bfloat16], ids=str)
 def test_shorter_vectors_add_up_the_same_integers(activation: torch.dtype, shorter_vectors: Callable[[], None]) -> None:

@@ -9,11 +9,16 @@ does not depend on the processor either.
 
 For bfloat16, lane l adds two products at a time, those at k = 2 l + 1 and 2 l, then at 32 + 2 l + 1 and so on, like
 AVX-512's instruction (VDPBF16PS: products are exact, each sum is rounded to the nearest float32, ties to even). Other
-processors take two multiply-adds for it, with the same bits, except for numbers below the smallest normal one, 2⁻¹²⁶,
-which the instruction takes for zero.
+processors, and Intel's, where the instruction is slow, take two multiply-adds for it, with the same bits, except for
+numbers below the smallest normal one, 2⁻¹²⁶, which the instruction takes for zero. (Intel Xeon with AVX-512 and AMX,
+two cores, 256 rows of x, layers of 896 to 8,960 columns: 167 to 210 GFLOPS by the instruction, 275 to 292 by
+multiply-adds.)
 
-Where registers are few, x is converted to float32 beforehand, once for all rows of W in a part, so that conversion
-takes no registers. int8: w = q · s, with one scale per row of W.
+Where registers are few, and for these multiply-adds, x is converted to float32 beforehand, so that conversion takes no
+registers. int8: w = q · s, with one scale per row of W.
+
+Many rows of x are multiplied in blocks of columns: a block of eight rows stays in the L1 cache while a strip of W
+passes by, and its sums wait in memory for the next block. The order of additions is the same.
 
 Built by llvmlite, not checked in as C that clang compiled to LLVM IR. The same kernels in C with vector
 extensions (clang 22.1.8; llvmlite 0.50, LLVM 22.1; AMD EPYC, AVX2, one thread) gave the same bits in 1,008 calls of 1
@@ -70,8 +75,32 @@ _TOGETHER = 4
 _STACK = 5 << 16
 """Most bytes of x in float32: a thread's stack has half a megabyte on some systems."""
 
+_BLOCK = 28 << 10
+"""Bytes of x that stay in the L1 cache while rows of W pass by."""
+
+_STRIP = 96
+_STRIP_BYTES = 1 << 20
+"""Most rows of W, and most bytes of them, that stay in the L2 cache while groups of rows of x are processed."""
+
 STRIP = 24
-"""Number of rows of W that stay in the cache while groups of rows of x are processed."""
+"""Number of rows of W that work is divided by."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory on the stack of a kernel, and how it goes through x.
+
+    Attributes:
+        few: whether all rows of x are multiplied at once, in their whole length.
+        block: number of columns that are multiplied at a time.
+        own: memory for a block of x in its form; `None` where it is multiplied as it is.
+        sums: memory for the sums of a strip of W.
+    """
+
+    few: Any
+    block: Any
+    own: Any
+    sums: Any
 
 
 @dataclass(frozen=True)
@@ -114,7 +143,7 @@ class Products(Module):
     # products
 
     def stride(self, b: Any, columns: Any) -> Any:
-        """Return the stride between rows of x as they are multiplied, in numbers."""
+        """Return the stride between converted rows of x of so many columns, in numbers."""
         return columns
 
     def convert(self, b: Any, x: Any, made: Any, k: Any, count: Any) -> None:
@@ -158,43 +187,74 @@ class Products(Module):
                 sums[at] = self.add(b, value, factors, sums[at])
 
     def _tile(self, name: str, rows: int, tile: int) -> Any:
-        """Build the function that multiplies `rows` converted rows of x by a range of rows of W, `tile` at a time."""
-        function = self.function(name, [ADDRESS] * 3 + [I64] * 2, "noinline")
-        record, x, y, first, end = function.args
+        """Build the function that multiplies `rows` rows of x by a range of rows of W, `tile` at a time.
+
+        It covers a block of columns; sums that are not complete before or after it are in memory.
+        """
+        function = self.function(name, [ADDRESS] * 4 + [I64] * 5, "noinline")
+        record, x, y, sums_at, stride, first, end, left, right = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
         layer = Layer.of(self, b, record)
         of_y = STORED[self.activation]
-        stride = self.stride(b, layer.columns)
         x = [self.at(b, x, b.mul(stride, integer(m)), self.of_x) for m in range(rows)]
         y = [self.at(b, y, b.mul(layer.rows, integer(m)), of_y) for m in range(rows)]
         with self.loop(b, first, end, integer(tile), []) as (n, _):
             places = [b.add(n, integer(r)) for r in range(tile)]
-            sums = [splat(FLOAT, 0.0)] * (rows * tile)
-            self._sum_of_products(b, layer, places, x, sums)
-            for m in range(rows):
-                for r in range(0, tile, _TOGETHER):
-                    its_sums = sums[m * tile + r : m * tile + min(r + _TOGETHER, tile)]
-                    self._finish(b, layer, its_sums, places[r], self.at(b, y[m], places[r], of_y))
+            before = b.mul(b.sub(n, first), integer(rows * LANES))
+            memory = [self.at(b, sums_at, b.add(before, integer(at * LANES)), FLOAT) for at in range(rows * tile)]
+            sums = self._begun(b, left, memory)
+            self._sum_of_products(b, layer, places, x, sums, (left, right))
+            with b.if_else(b.icmp_signed("<", right, layer.columns)) as (incomplete, complete):
+                with incomplete:
+                    for value, place in zip(sums, memory, strict=True):
+                        b.store(value, place, align=64)
+                with complete:
+                    for m in range(rows):
+                        for r in range(0, tile, _TOGETHER):
+                            its_sums = sums[m * tile + r : m * tile + min(r + _TOGETHER, tile)]
+                            self._finish(b, layer, its_sums, places[r], self.at(b, y[m], places[r], of_y))
         b.ret_void()
         return function
 
-    def _sum_of_products(self, b: Any, layer: Layer, places: list[Any], x: list[Any], sums: list[Any]) -> None:
-        """Add all products of the rows of W at `places` with rows of x."""
-        rows = [self.at(b, layer.weight, b.mul(place, layer.columns), STORED[self.weight]) for place in places]
+    @staticmethod
+    def _begun(b: Any, left: Any, memory: list[Any]) -> list[Any]:
+        """Return the sums of the columns before `left`, which are in memory; zeros where there are none."""
+        with b.if_else(b.icmp_signed(">", left, integer(0))) as (later, first):
+            with later:
+                known = [b.load(place, typ=FLOATS, align=64) for place in memory]
+                from_memory = b.block
+            with first:
+                at_first = b.block
+        sums = []
+        for value in known:
+            phi = b.phi(FLOATS)
+            phi.add_incoming(value, from_memory)
+            phi.add_incoming(splat(FLOAT, 0.0), at_first)
+            sums.append(phi)
+        return sums
+
+    def _sum_of_products(
+        self, b: Any, layer: Layer, places: list[Any], x: list[Any], sums: list[Any], block: tuple[Any, Any]
+    ) -> None:
+        """Add the products of a block of columns, of the rows of W at `places` with rows of x, which begin with it."""
+        left, right = block
+        columns = b.sub(right, left)
+        kind = STORED[self.weight]
+        rows = [self.at(b, layer.weight, b.add(b.mul(place, layer.columns), left), kind) for place in places]
         step = self.columns
         per_line = max(1, int(64 / (BYTES[self.weight] * step)))  # loads
         unrolled = max(2, per_line) if len(x) <= _FEW else 1
         below = b.mul(layer.columns, integer(len(places)))
-        many = b.and_(layer.columns, integer(-step * unrolled))
-        whole = b.and_(layer.columns, integer(-step))
+        many = b.and_(columns, integer(-step * unrolled))
+        whole = b.and_(columns, integer(-step))
         with self.loop(b, integer(0), many, integer(step * unrolled), sums) as (k, carried):
             for at in range(unrolled):
                 ahead = below if at % min(per_line, unrolled) == 0 else None
                 self._products(b, rows, x, b.add(k, integer(at * step)), carried, ahead, None)
         with self.loop(b, many, whole, integer(step), sums) as (k, carried):
             self._products(b, rows, x, k, carried, None, None)
-        with self.loop(b, whole, layer.columns, integer(step), sums) as (k, carried):
-            self._products(b, rows, x, k, carried, None, b.sub(layer.columns, k))
+        with self.loop(b, whole, columns, integer(step), sums) as (k, carried):
+            self._products(b, rows, x, k, carried, None, b.sub(columns, k))
 
     def _finish(self, b: Any, layer: Layer, sums: list[Any], place: Any, y: Any) -> None:
         """Write neighbouring outputs: the sums of their lanes, scaled if W is, plus the bias."""
@@ -236,9 +296,9 @@ class Products(Module):
         return self._strip(tiles), self._converted() if self.converts else None
 
     def _strip(self, tiles: dict[int, tuple[Any, Any, int]]) -> Any:
-        """Build the function that multiplies up to `most_rows` rows of x by a range of rows of W."""
-        function = self.function("strip", [ADDRESS] * 3 + [I64] * 3)
-        record, x, y, rows, first, end = function.args
+        """Build the function that multiplies up to `most_rows` rows of x by a range of rows of W; see `_tile`."""
+        function = self.function("strip", [ADDRESS] * 4 + [I64] * 6)
+        record, x, y, sums, stride, rows, first, end, left, right = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
         done = function.append_basic_block("done")
         choice = b.switch(rows, done)
@@ -247,21 +307,22 @@ class Products(Module):
             choice.add_case(integer(count), block)
             b.position_at_end(block)
             middle = b.sub(end, b.srem(b.sub(end, first), integer(tile)))
-            b.call(many, [record, x, y, first, middle])
-            b.call(one, [record, x, y, middle, end])
+            b.call(many, [record, x, y, sums, stride, first, middle, left, right])
+            further = self.at(b, sums, b.mul(b.sub(middle, first), integer(count * LANES)), FLOAT)
+            b.call(one, [record, x, y, further, stride, middle, end, left, right])
             b.branch(done)
         b.position_at_end(done)
         b.ret_void()
         return function
 
     def _converted(self) -> Any:
-        """Build the function that converts rows of x to the form in which they are multiplied."""
-        function = self.function("converted", [ADDRESS, ADDRESS, I64, I64], "noinline")
-        x, made, columns, rows = function.args
+        """Build the function that converts columns of rows of x to the form in which they are multiplied."""
+        function = self.function("converted", [ADDRESS, ADDRESS, I64, I64, I64], "noinline")
+        x, made, stride_of_x, columns, rows = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
         stride = self.stride(b, columns)
         with self.loop(b, integer(0), rows, integer(1), []) as (m, _):
-            its_x = self.at(b, x, b.mul(m, columns), STORED[self.activation])
+            its_x = self.at(b, x, b.mul(m, stride_of_x), STORED[self.activation])
             its_own = self.at(b, made, b.mul(m, stride), self.of_x)
             # Without AVX-512 a masked load of 16-bit numbers becomes a branch for each of them: only for the remainder.
             whole, step = b.and_(columns, integer(-self.columns)), integer(self.columns)
@@ -272,26 +333,44 @@ class Products(Module):
         b.ret_void()
         return function
 
-    def room(self, b: Any, columns: Any, rows: Any) -> tuple[Any, Any]:
-        """Return how many rows of x are multiplied at a time, and memory for them in their form, where they have one.
+    def room(self, b: Any, columns: Any, rows: Any) -> Room:
+        """Take the memory that `multiply` needs on the stack, at the entry of a kernel.
 
-        Built at the entry of a kernel, since it takes memory on the stack.
+        Few rows of x are multiplied at once, in their whole length; of many, blocks of columns that fit in the L1
+        cache.
         """
-        most = integer(self.most_rows)
-        if not self.converts:
-            return most, None
-        stride = self.stride(b, columns)
-        fitting = b.sdiv(integer(_STACK // 4), stride)
-        most = least(b, most, b.select(b.icmp_signed("<", fitting, integer(1)), integer(1), fitting))
-        own = b.alloca(FLOAT, size=b.mul(least(b, most, rows), stride))
-        own.align = 64
-        return most, own
+        most, whole = integer(self.most_rows), self._up(b, columns)
+        # As equal as can be: a short last block costs as much as a whole one in loads and stores of sums.
+        parts = b.sdiv(b.add(columns, integer(self._block - 1)), integer(self._block))
+        block = self._up(b, b.sdiv(b.add(columns, b.sub(parts, integer(1))), parts))
+        if self.converts:
+            fits = b.icmp_signed("<=", b.mul(rows, whole), integer(_STACK // 4))
+            few = b.and_(fits, b.icmp_signed("<=", rows, most))
+        else:
+            few = b.icmp_signed("<=", rows, most)
+        own = None
+        if self.converts:
+            own = b.alloca(FLOAT, size=b.select(few, b.mul(rows, whole), b.mul(most, block)))
+            own.align = 64
+        sums = b.alloca(FLOAT, size=b.select(few, integer(1), integer(_STRIP * self.most_rows * LANES)))
+        sums.align = 64
+        return Room(few, b.select(few, whole, block), own, sums)
+
+    def _up(self, b: Any, columns: Any) -> Any:
+        """Round up to a number of columns that are multiplied together."""
+        return b.and_(b.add(columns, integer(self.columns - 1)), integer(-self.columns))
+
+    @property
+    def _block(self) -> int:
+        """Most columns of a block."""
+        size = 4 if self.converts else BYTES[self.activation]
+        return int(_BLOCK / (size * self.most_rows)) & -self.columns
 
     def multiply(
         self,
         b: Any,
         functions: tuple[Any, Any],
-        room: tuple[Any, Any],
+        room: Room,
         record: Any,
         operands: tuple[Any, Any, Any],
         first: Any,
@@ -308,22 +387,27 @@ class Products(Module):
             first: first row of W.
             end: the row of W at which to stop.
         """
-        (strip, converted), (most, own), (x, y, rows) = functions, room, operands
+        (strip, converted), (x, y, rows), most = functions, operands, integer(self.most_rows)
         layer = Layer.of(self, b, record)
-        few = b.icmp_signed("<=", rows, most)
-        every = b.select(few, b.sub(end, first), integer(STRIP))
+        fitting = b.sdiv(integer(int(_STRIP_BYTES / (STRIP * BYTES[self.weight]))), layer.columns)
+        fitting = b.mul(b.select(b.icmp_signed("<", fitting, integer(1)), integer(1), fitting), integer(STRIP))
+        every = b.select(room.few, b.sub(end, first), least(b, fitting, integer(_STRIP)))
         every = b.select(b.icmp_signed("<", every, integer(1)), integer(1), every)
         of_x = STORED[self.activation]
         with self.loop(b, first, end, every, []) as (n, _):
             until = least(b, b.add(n, every), end)
             with self.loop(b, integer(0), rows, most, []) as (m, _):
-                left = least(b, b.sub(rows, m), most)
-                its_x = self.at(b, x, b.mul(m, layer.columns), of_x)
+                count = least(b, b.sub(rows, m), most)
                 its_y = self.at(b, y, b.mul(m, layer.rows), of_x)
-                if converted is not None:
-                    b.call(converted, [its_x, own, layer.columns, left])
-                    its_x = own
-                b.call(strip, [record, its_x, its_y, left, n, until])
+                with self.loop(b, integer(0), layer.columns, room.block, []) as (left, _):
+                    right = least(b, b.add(left, room.block), layer.columns)
+                    its_x = self.at(b, x, b.add(b.mul(m, layer.columns), left), of_x)
+                    stride = layer.columns
+                    if converted is not None:
+                        columns = b.sub(right, left)
+                        b.call(converted, [its_x, room.own, layer.columns, columns, count])
+                        its_x, stride = room.own, self.stride(b, columns)
+                    b.call(strip, [record, its_x, its_y, room.sums, stride, count, n, until, left, right])
 
     def _kernel(self) -> None:
         """Build the kernel: strips of W, each with all rows of x."""
@@ -350,7 +434,7 @@ class _Pairs(Products):
 
     def stride(self, b: Any, columns: Any) -> Any:
         """Round the stride up to whole groups of 32 columns, of which those with odd numbers come before the others."""
-        return b.and_(b.add(columns, integer(self.columns - 1)), integer(-self.columns))
+        return self._up(b, columns)
 
     def convert(self, b: Any, x: Any, made: Any, k: Any, count: Any) -> None:
         parts = self.weights(b, x, k, count)
