@@ -1,7 +1,7 @@
 """JIT-compiled kernels for the linear layers of a model's own passes, where a pass is over a few rows.
 
-Passes that are not captured (of a batch, of models with recurrent states, with adapters) run by the model's own code,
-whose linear layers call a GEMM that reads weights at half of memory's speed or less for so few rows. During such a pass
+Passes that are not captured (with a hook, of some models with recurrent states) run by the model's own code, whose
+linear layers call a GEMM that reads weights at half of memory's speed or less for so few rows. During such a pass
 a kernel of native/ replaces `forward` of each linear layer of torch's own make, and of each layer of experts. It adds
 up each row in one order, whatever else is in the pass.
 """
