@@ -10,6 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,9 @@ if TYPE_CHECKING:
 __all__ = ["CapturedPart", "CapturedPasses", "captured_draft", "captured_target", "draft_of", "skip_mode_of"]
 
 logger = logging.getLogger(__name__)
+
+_MOST_KINDS = 2 * (1 + len(LINEARS))
+"""Kinds of passes of a whole model: with any kernel or none, to decode and to read prompts."""
 
 _MOST_DRAFTS = _MOST_ADAPTERS = 4
 """Skip sets whose captured drafts, and sets of adapters whose passes are retained: each pass holds code and constants,
@@ -622,8 +626,7 @@ def captured_target(
     kind = None if batch_invariance is None else batch_invariance.linear
     if of_prompts:
         kind = f"{kind}, prompts"
-    passes = known.get(kind)
-    if passes is None or not passes.follow(model):
-        passes = known[kind] = CapturedPasses(model, batch_invariance=batch_invariance, of_prompts=of_prompts)
+    made = partial(CapturedPasses, model, batch_invariance=batch_invariance, of_prompts=of_prompts)
+    passes = _followed(known, kind, model, made, _MOST_KINDS)
     passes.batch_invariance = batch_invariance  # the same passes, at fewer widths
     return passes

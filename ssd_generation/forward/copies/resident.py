@@ -34,6 +34,7 @@ from ...support.model_state import state_of
 from ...support.progress import progress_bar
 from ...support.tensors import fingerprint_of
 from ...support.trusted import UntrustedFolderError, check_folder, name_of_open, opened, storing
+from ..structure.adapters import has_adapters
 from ..structure.offloaded import (
     CannotStandIn,
     Source,
@@ -113,7 +114,7 @@ def why_not_resident(model: PreTrainedModel) -> str | None:
     others = {p.device.type for p in model.parameters()} - {"meta", "cpu"}
     if device.type != "cpu" or others:
         return f"low-bit drafts run on the CPU only, but its passes run on {', '.join(sorted({device.type, *others}))}"
-    if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:
+    if has_adapters(model):
         return "adapters are loaded"
     try:
         other, _ = clone_without_hooks(model)
