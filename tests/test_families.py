@@ -205,7 +205,14 @@ def test_the_page_counts_and_shows_everything() -> None:
 
 @pytest.mark.parametrize(
     ("family", "how"),
-    [("llama", "yes"), ("gemma3_text", "yes"), ("gpt_oss", "not sdpa"), ("minimax", "cache of its own")],
+    # gemma3n's passes have constants of the rewrites, which have no shape in the graph.
+    [
+        ("llama", "yes"),
+        ("gemma3_text", "yes"),
+        ("gemma3n_text", "yes"),
+        ("gpt_oss", "not sdpa"),
+        ("minimax", "cache of its own"),
+    ],
 )
 def test_which_passes_are_captured(family: str, how: str) -> None:
     if why_not() is not None:

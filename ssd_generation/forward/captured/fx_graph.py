@@ -306,7 +306,7 @@ def at_length(common: CapturedPass, length: int) -> CapturedPass:
     """Return the pass over `length` tokens, from a result of `of_any_length`; the model's code is not run."""
     made = common.copy(length, lambda leaf: leaf.at(length) if isinstance(leaf, _Grows) else leaf)
     for of_any, node in zip(common.nodes, made.nodes, strict=True):
-        shape = of_any.meta["shape"] or ()
+        shape = of_any.meta.get("shape") or ()
         growing = [(dim, size) for dim, size in enumerate(shape) if isinstance(size, _Grows)]
         # Elementwise kernels go by this, not by sizes, which may be the same by chance at one of the lengths.
         if len(growing) == 1 and growing[0][1].start == 0:
