@@ -495,6 +495,7 @@ _FEW_WEIGHTS = 1 << 20
 
 def _use_own_weights(captured: CapturedPass, model_dtype: torch.dtype) -> None:
     """Compute the linear layers of a draft that have no low-bit copies, such as an adapter's, next to bfloat16."""
+    others = {torch.float32, torch.float16} - {model_dtype}
 
     def kernel_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
         kernel = linear_of_few_rows(weight, bias, 1)
@@ -506,7 +507,6 @@ def _use_own_weights(captured: CapturedPass, model_dtype: torch.dtype) -> None:
         # The model itself casts the input of an adapter that computes in another type than its own.
         return kernel if kernel is not None and weight.dtype in {torch.bfloat16, *others} else mixed
 
-    others = {torch.float32, torch.float16} - {model_dtype}
     for node in captured.nodes:
         layer = linear_weight(captured, node)
         if layer is None or layer[1] is not None or layer[0].numel() > _FEW_WEIGHTS:

@@ -100,6 +100,7 @@ def has_adapters(model: nn.Module) -> bool:
     return getattr(model, "peft_config", None) is not None or getattr(model, "_hf_peft_config_loaded", False)
 
 
+@looked_at_once
 def adapters_in_use(model: PreTrainedModel) -> Hashable:
     """Return which adapters exist, in which layers, and which are switched on, merged or scaled, by how much."""
     if not getattr(model, "peft_config", None):

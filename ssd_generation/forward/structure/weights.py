@@ -137,7 +137,7 @@ leaves on a model."""
 
 @looked_at_once
 def fingerprint(model: PreTrainedModel) -> tuple[list[Any], ...]:
-    """Return a value that changes when captures no longer match the model, whatever adapters are in use."""
+    """Return a value that changes when captures no longer match the model; which adapters are in use does not count."""
     modules: list[Any] = []
     tensors: list[Any] = []
     for module in modules_of(model):

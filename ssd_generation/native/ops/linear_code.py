@@ -343,13 +343,9 @@ class Products(Module):
         # As equal as can be: a short last block costs as much as a whole one in loads and stores of sums.
         parts = b.sdiv(b.add(columns, integer(self._block - 1)), integer(self._block))
         block = self._up(b, b.sdiv(b.add(columns, b.sub(parts, integer(1))), parts))
+        few, own = b.icmp_signed("<=", rows, most), None
         if self.converts:
-            fits = b.icmp_signed("<=", b.mul(rows, whole), integer(_STACK // 4))
-            few = b.and_(fits, b.icmp_signed("<=", rows, most))
-        else:
-            few = b.icmp_signed("<=", rows, most)
-        own = None
-        if self.converts:
+            few = b.and_(few, b.icmp_signed("<=", b.mul(rows, whole), integer(_STACK // 4)))
             own = b.alloca(FLOAT, size=b.select(few, b.mul(rows, whole), b.mul(most, block)))
             own.align = 64
         sums = b.alloca(FLOAT, size=b.select(few, integer(1), integer(_STRIP * self.most_rows * LANES)))
