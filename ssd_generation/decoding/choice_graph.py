@@ -18,6 +18,7 @@ from ..forward.cuda_graph.graph_passes import GraphPart
 from ..forward.cuda_graph.graphs import GraphBackend
 from ..support.forks import ForkSafeRLock
 from ..support.model_state import Part, state_of
+from ..support.recent import recent
 from .choice import SampledChoice, winners
 from .processors import PureProcessors
 
@@ -89,10 +90,7 @@ class ChoiceGraph:
             return None
         self._logits[:, :count].copy_(logits)
         self._first.fill_(step % _STEPS)
-        known = self._recorded.pop(processors.setting, {})
-        self._recorded[processors.setting] = known  # the most recently used
-        while len(self._recorded) > _MOST:
-            del self._recorded[next(iter(self._recorded))]
+        known = recent(self._recorded, processors.setting, dict, _MOST)
         try:
             if rows not in known:
                 known[rows] = self._record(processors, rows)
