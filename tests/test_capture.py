@@ -16,6 +16,8 @@ import transformers
 from packaging import version
 from torch import nn
 from transformers import PreTrainedModel, masking_utils, modeling_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
@@ -61,14 +63,14 @@ def refusal(model: PreTrainedModel) -> str | None:
 # --- captured families
 # --------------------------------------------------------------------------------------------------
 
-OWN_ATTENTION = "not sdpa"
+OWN_ATTENTION = "code of its own"
 BY_LENGTH = "depends on the length of the text"
 SLIDING = r"an unsupported attention \(sliding_window\)"
 # `None`: captured. Only speed depends on a family's entry here, but a change should be noticed.
 REFUSALS = {
     **dict.fromkeys(FAMILIES),
-    **dict.fromkeys(("bloom", "bloom-post-residual", "gemma2", "gpt_oss", "mpt"), OWN_ATTENTION),
-    **dict.fromkeys(("gemma3", "mistral", "qwen2-sliding"), SLIDING),
+    **dict.fromkeys(("bloom", "bloom-post-residual", "mpt"), OWN_ATTENTION),
+    **dict.fromkeys(("gemma2", "gemma3", "gpt_oss", "mistral", "qwen2-sliding"), SLIDING),
     **dict.fromkeys(("falcon", "falcon-alibi", "falcon-new", "llama4"), BY_LENGTH),
     "deepseek_v3": "did not come from the cache",
 }
@@ -360,8 +362,10 @@ def put_in_a_foreign_module(model: Any) -> Any:
     return Undo(lambda: setattr(layer, "input_layernorm", inner))
 
 
-def use_eager_attention(model: Any) -> Any:
-    model.set_attn_implementation("eager")
+def use_another_attention(model: Any) -> Any:
+    transformers.AttentionInterface.register("another", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    transformers.AttentionMaskInterface.register("another", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("another")
     return Undo(lambda: model.set_attn_implementation("sdpa"))
 
 
@@ -373,7 +377,7 @@ def use_eager_attention(model: Any) -> Any:
         (add_global_hook, "global module hooks", False),
         (patch_forward, "forward of LlamaMLP is patched", False),
         (put_in_a_foreign_module, "ForeignNorm is not a class of torch, transformers or PEFT", False),
-        (use_eager_attention, "not sdpa", True),
+        (use_another_attention, "not sdpa", True),
     ],
 )
 def test_changed_models_are_run_as_they_are(model: Any, change: Any, message: str, same: bool) -> None:

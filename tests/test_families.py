@@ -210,7 +210,8 @@ def test_the_page_counts_and_shows_everything() -> None:
         ("llama", "yes"),
         ("gemma3_text", "yes"),
         ("gemma3n_text", "yes"),
-        ("gpt_oss", "not sdpa"),
+        ("gpt_oss", "yes"),
+        ("bloom", "code of its own"),
         ("minimax", "cache of its own"),
     ],
 )

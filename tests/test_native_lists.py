@@ -54,7 +54,14 @@ class Layer:
 
 
 def attended(
-    query: torch.Tensor, layer: Layer, at: int, scale: float = 0.3, count: int | None = None, shift: int = 0
+    query: torch.Tensor,
+    layer: Layer,
+    at: int,
+    scale: float = 0.3,
+    count: int | None = None,
+    shift: int = 0,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of queries `(1, n, H, D)` at slots from `at` on."""
     _, rows, heads, size = query.shape
@@ -67,9 +74,10 @@ def attended(
     given, cache, result = Block((1, rows, heads, size), 0), Block((1,)), Block((1, rows, heads, size))
     names = NAMES[query.dtype], NAMES[layer.key_buffer.dtype], size
     fields = [0, heads, heads // KV_HEADS, heads * size, size, bits_of(scale)]
+    fields += [bits_of(cap or 0.0), 0 if sinks is None else sinks.data_ptr()]
     step = Step(
         "attend",
-        kernel("attention", "attend", *names),
+        kernel("attention", "attend", *names, cap is not None, sinks is not None),
         flags(40, 2),
         [Operand(given), Operand(result, 0, True), *fields, Operand(cache)],
     )
@@ -77,7 +85,14 @@ def attended(
     return made(attention, query)  # type: ignore[no-any-return]
 
 
-def true_attention(query: torch.Tensor, layer: Layer, at: int, scale: float = 0.3) -> torch.Tensor:
+def true_attention(
+    query: torch.Tensor,
+    layer: Layer,
+    at: int,
+    scale: float = 0.3,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the same attention, computed in float64."""
     rows, end = query.shape[1], at + query.shape[1]
     keys, values = (
@@ -87,6 +102,13 @@ def true_attention(query: torch.Tensor, layer: Layer, at: int, scale: float = 0.
     mask = torch.ones((rows, end), dtype=torch.bool).tril_(at)
     if layer.sliding_window is not None:
         mask = mask.triu_(at + 1 - layer.sliding_window)
+    if cap is not None or sinks is not None:
+        scores = query.double().transpose(1, 2) @ keys.transpose(2, 3) * scale
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[None, :, None, None].expand(1, -1, rows, -1)), dim=-1)
+        return (scores.softmax(dim=-1)[..., :end] @ values).transpose(1, 2)
     return functional.scaled_dot_product_attention(
         query.double().transpose(1, 2), keys, values, attn_mask=mask, scale=scale
     ).transpose(1, 2)
@@ -109,6 +131,23 @@ def test_attention_is_as_near_to_the_true_result_as_rounding_allows(
     assert got.dtype is dtype
     rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     assert bool(((got.double() - expected).abs() <= rounding * expected.abs() + 2e-6 * (1 + expected.abs())).all())
+
+
+@pytest.mark.parametrize("at", [0, 17, 700])
+@pytest.mark.parametrize("cap", [None, 0.5, 30.0])
+@pytest.mark.parametrize("sunk", [None, 0.0, 4.0, -200.0, 200.0])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_capped_scores_and_sinks(dtype: torch.dtype, sunk: float | None, cap: float | None, at: int) -> None:
+    layer, query = Layer(at + 9, 24, dtype, 300), queries(4, 24, dtype)
+    sinks = None if sunk is None else sunk + torch.randn(HEADS, generator=torch.Generator().manual_seed(5))
+    got = attended(query, layer, at, 3.0, cap=cap, sinks=sinks)
+    expected = true_attention(query, layer, at, 3.0, cap, sinks)
+    alone = [attended(query[:, row : row + 1], layer, at + row, 3.0, cap=cap, sinks=sinks) for row in range(4)]
+    assert torch.equal(got, torch.cat(alone, dim=1)), "bits depend on the other tokens"
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    assert bool(((got.double() - expected).abs() <= rounding * expected.abs() + 6e-6 * (1 + expected.abs())).all())
+    if sunk == 200.0:
+        assert not got.any(), "a sink that takes all weight leaves nothing"
 
 
 @settings(max_examples=60, deadline=None)
@@ -314,7 +353,14 @@ class OneByOne(RowAttention):
     __slots__ = ()
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads, kv_heads, rows, size = query.shape[1], key.shape[1], query.shape[2], query.shape[3]
         blocks = [Block((1, state.shape[1], rows, size), at) for at, state in enumerate((query, key, value))]
@@ -323,12 +369,15 @@ class OneByOne(RowAttention):
         ways = [size, rows * size]
         states = Operand(blocks[1]), Operand(blocks[2])
         appended: list[int | Operand] = [*states, layer, kv_heads, *ways, *ways, Operand(cache, 0, True)]
-        fields: list[int | Operand] = [layer, heads, heads // kv_heads, *ways, bits_of(scaling), Operand(cache)]
+        sinks = None if sinks is None else sinks.float()
+        options = [bits_of(softcap or 0.0), 0 if sinks is None else sinks.data_ptr()]
+        fields: list[int | Operand] = [layer, heads, heads // kv_heads, *ways, bits_of(scaling), *options]
+        fields.append(Operand(cache))
         steps = [
             Step("append", kernel("attention", "append", *names), flags(2), appended),
             Step(
                 "attend",
-                kernel("attention", "attend", *names),
+                kernel("attention", "attend", *names, softcap is not None, sinks is not None),
                 flags(40, 3),
                 [Operand(blocks[0]), Operand(result, 0, True), *fields],
             ),
@@ -361,7 +410,7 @@ def test_lists_change_no_bit(family: str, dtype: torch.dtype, monkeypatch: pytes
         assert all(part is not None for part in parts)
         logits.append(torch.cat([part for part in parts if part is not None], dim=1))
     # Where torch computes a mean or an exponential next to lists, and a kernel in them, these round differently.
-    if family in ("gemma3", "cohere") and dtype is torch.float32:
+    if family in ("gemma2", "gemma3", "cohere") and dtype is torch.float32:
         torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(*logits)

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ...cache.buffered_layers import BufferedLayer, BufferedSlidingLayer, BufferedStatesLayer
 from ...cache.recurrent import has_no_keys
 from ...native.ops.linear import native_linear
-from .cache_attention import CacheAttention
+from .cache_attention import CacheAttention, attended
 from .expert_layers import run_experts, shape_of_gate
 from .fx_graph import CapturedPass
 from .linear_kernels import Linear, onednn_linear
@@ -98,7 +97,14 @@ class RowAttention(CacheAttention):
         ]
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         at, count, window = self.ends[layer], self.count, self.windows[layer]
         key_buffer, value_buffer = self.key_buffers[layer], self.value_buffers[layer]
@@ -108,16 +114,20 @@ class RowAttention(CacheAttention):
             query = query.to(key_buffer.dtype)
         heads, width, kv_heads = query.shape[1], query.shape[2], key_buffer.shape[1]
         grouped = query.view(kv_heads, heads // kv_heads, width, -1)
+        sinks = None if sinks is None else sinks.view(kv_heads, heads // kv_heads)
         rows = []
         for place in range(count):
             end = at + place + 1
             first = 0 if window is None else max(end - window, 0)
             rows.append(
-                functional.scaled_dot_product_attention(
+                attended(
                     grouped[None, :, :, place],
                     key_buffer.narrow(2, first, end - first),
                     value_buffer.narrow(2, first, end - first),
-                    scale=scaling,
+                    None,
+                    scaling,
+                    softcap,
+                    sinks,
                 ).reshape(1, 1, heads, -1)
             )
         rows += rows[-1:] * (width - count)

@@ -14,10 +14,43 @@ from ...cache.buffered_layers import BufferedLayer, BufferedStatesLayer
 from ...cache.recurrent import PassStates, has_no_keys
 from ...native.cache_table import ONE_TEXT, LayerPlace, TextPlace, cache_table
 
-__all__ = ["CacheAttention", "live_layers"]
+__all__ = ["CacheAttention", "attended", "live_layers"]
 
 
 _NO_STATES = PassStates([])
+
+
+def attended(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute softmax(q Kᵀ · scale + mask) V by torch.
+
+    Args:
+        query: `(1, G, n, D)`: queries that share keys are further queries.
+        keys: `(1, G, slots, D)`.
+        values: `(1, G, slots, D)`.
+        mask: additive mask `(n, slots)`, or `None`.
+        scaling: the scale.
+        softcap: limit of the scores, as in `fx_graph.Attention`.
+        sinks: score of each query's sink, `(G, n)`.
+    """
+    if softcap is None and sinks is None:
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[None, :, :, None]), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
+    return torch.matmul(weights.to(values.dtype), values)
 
 
 class CacheAttention:
@@ -110,7 +143,14 @@ class CacheAttention:
         return known
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         at, count = self.at, self.count
         key_buffer, value_buffer = self.key_buffers[layer], self.value_buffers[layer]
@@ -121,13 +161,13 @@ class CacheAttention:
             query = query.to(keys.dtype)
         heads, kv_heads = query.shape[1], keys.shape[1]
         groups = heads // kv_heads
-        if count == 1:
-            query = query.reshape(1, kv_heads, groups, -1)
-            result = functional.scaled_dot_product_attention(query, keys, values, scale=scaling)
-            return result.reshape(1, 1, heads, -1)
+        mask = None if count == 1 else self._mask(groups, query.dtype)
+        if sinks is not None:
+            sinks = sinks.repeat_interleave(count).view(kv_heads, groups * count)
         query = query.reshape(1, kv_heads, groups * count, -1)
-        mask = self._mask(groups, query.dtype)
-        result = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        result = attended(query, keys, values, mask, scaling, softcap, sinks)
+        if count == 1:
+            return result.reshape(1, 1, heads, -1)
         return result.reshape(1, heads, count, -1).transpose(1, 2)
 
 

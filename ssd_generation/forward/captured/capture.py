@@ -38,10 +38,21 @@ from ...config import SkipConfig
 from ...support.forks import ForkSafeRLock, undone_in_child
 from ...support.versions import cache_argument
 from ..structure.skip_mode import SkipMode
+from .conditions import EAGER, layers_that_attend
 from .expert_layers import experts_of, run_experts
 from .fx_graph import CapturedPass
 from .pretend_cache import CannotCapture, PretendLayer, pretend_states
-from .state_steps import STATE_OF, StatePlace, StateStep, bound_step, layers_with_steps, own_steps, run_step, state_at
+from .state_steps import (
+    STATE_OF,
+    StatePlace,
+    StateStep,
+    bound_step,
+    layers_with_steps,
+    own_functions,
+    own_steps,
+    run_step,
+    state_at,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -263,29 +274,29 @@ def own_attention(make: Callable[[Callable[..., Any]], Callable[..., Any]], has_
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (function if threading.get_ident() == owner else original)(*args, **kwargs)
 
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        return None if threading.get_ident() == owner else original_mask(*args, **kwargs)
+    def mask(name: str, *args: Any, **kwargs: Any) -> Any:
+        return None if threading.get_ident() == owner else original_masks[name](*args, **kwargs)
 
-    places = [(attention._local_mapping, forward)]
+    places: list[tuple[Any, str, Any]] = [(attention._local_mapping, "sdpa", forward)]
     if not has_masks:
-        places.append((masks._local_mapping, mask))
+        places += [(masks._local_mapping, name, partial(mask, name)) for name in ("sdpa", "eager")]
     with _LOCK:
         # Looked up here: earlier, it may be that of another thread's capture.
-        original, original_mask = attention["sdpa"], masks["sdpa"]
+        original, original_masks = attention["sdpa"], {name: masks[name] for name in ("sdpa", "eager")}
         function = make(original)
-        before = [mapping.get("sdpa") for mapping, _ in places]
+        before = [mapping.get(name) for mapping, name, _ in places]
 
         def restore() -> None:
-            for (mapping, _), known in zip(places, before, strict=True):
+            for (mapping, name, _), known in zip(places, before, strict=True):
                 if known is None:
-                    mapping.pop("sdpa", None)
+                    mapping.pop(name, None)
                 else:
-                    mapping["sdpa"] = known
+                    mapping[name] = known
 
         with undone_in_child(restore):
             try:
-                for mapping, replacement in places:
-                    mapping["sdpa"] = replacement
+                for mapping, name, replacement in places:
+                    mapping[name] = replacement
                 yield
             finally:
                 restore()
@@ -332,17 +343,21 @@ def capture_pass(
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         if id(key) not in keys or id(value) not in keys or keys[id(key)][0] != keys[id(value)][0]:
             raise CannotCapture("an attention reads keys or values that did not come from the cache of one layer")
-        unknown = ("softcap", "s_aux", "position_bias", "sliding_window", "cache")
+        unknown = ("position_bias", "sinks", "indices", "sliding_window", "cache")
         layer = keys[id(key)][0]
         if layer < len(windows) and windows[layer] is not None and kwargs.get("sliding_window") == windows[layer]:
             kwargs["sliding_window"] = None
         odd = [name for name in unknown if kwargs.get(name) is not None]
         if odd or attention_mask is not None or dropout or is_causal is False:
             raise CannotCapture(f"an unsupported attention ({', '.join(odd) or 'mask, dropout or not causal'})")
+        if s_aux is not None and tuple(s_aux.shape) != (query.shape[1],):
+            raise CannotCapture("an attention with sinks of an unsupported shape")
         if query.ndim != 4 or query.shape[0] != 1 or query.shape[2] != length or query.shape[1] % key.shape[1]:
             raise CannotCapture("an attention with unsupported shapes")
         with torch._C.DisableTorchFunction():
@@ -350,8 +365,9 @@ def capture_pass(
             result = query.new_zeros((1, query.shape[1], length, value.shape[3])).transpose(1, 2)
             (_, _, new_key), (_, _, new_value) = keys[id(key)], keys[id(value)]
             scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-            states = map(capture.argument, (query, new_key, new_value))
-            made = capture.graph.call_method("attend", (attend, *states, layer, scale))
+            tensors = map(capture.argument, (query, new_key, new_value))
+            options = () if softcap is None and s_aux is None else (softcap, capture.argument(s_aux))
+            made = capture.graph.call_method("attend", (attend, *tensors, layer, scale, *options))
             capture.noted(made, result, writes=True)  # into the cache, which `attend` represents
         return result, None
 
@@ -394,6 +410,7 @@ def capture_pass(
             capture.noted(node, result, writes=True)  # into the cache, which `attend` represents
         return (result, represented) if gives_state else result
 
+    its_attention = layers_that_attend(model) if config._attn_implementation == "eager" else []
     # On a GPU, operations of experts are recorded one by one, and recordings are replayed.
     its_experts = experts_of(model) if device.type == "cpu" else []
     its_states = layers_with_steps(model) if states else []
@@ -405,6 +422,7 @@ def capture_pass(
         own_steps(its_states, lambda name, function: partial(step, name, function)) if its_states else nullcontext(),
         torch.inference_mode(),
         own_attention(lambda original: attention, has_masks=False),
+        own_functions(its_attention, EAGER, lambda name, original: attention) if its_attention else nullcontext(),
     ):
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
         positions = torch.arange(behind, behind + length, device=device)[None]

@@ -16,16 +16,19 @@ from ...support.structure import modules_of
 from ..structure.adapters import has_adapters
 from ..structure.dropout import active_dropout
 from ..structure.linears import is_plain
+from .state_steps import layers_that_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
+    "EAGER",
     "ConditionsPart",
     "does_something",
     "forbid_batch_capture",
     "forbid_capture",
     "has_patched_forward",
+    "layers_that_attend",
     "why_no_batch_captured",
     "why_not_captured",
     "why_not_on",
@@ -86,7 +89,10 @@ def why_not_on(
     """Return why passes are not captured on a device; `elsewhere` where a weight is not on it."""
     implementation = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     if implementation != "sdpa" and not has_states_alone(model):
-        return "its attention implementation is not sdpa"
+        if implementation != "eager" or device.type != "cpu":
+            return "its attention implementation is not sdpa"
+        if not layers_that_attend(model):
+            return "its attention is code of its own, not called through transformers' interface"
     if has_states(model) and device.type != "cpu":
         return "it has recurrent states"
     if torch.is_autocast_enabled(device.type):
@@ -114,6 +120,15 @@ def why_not_on(
         if not is_replaced and not type(module).__module__.startswith(_CAPTURED_CODE):
             return f"{type(module).__name__} is not a class of torch, transformers or PEFT"
     return active_dropout(model)
+
+
+EAGER = frozenset({"eager_attention_forward"})
+"""Name of the function, in each file of models, that computes attention where it is eager."""
+
+
+def layers_that_attend(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that attend through transformers' interface."""
+    return layers_that_call(model, EAGER)
 
 
 _CAPTURED_CODE = ("torch.nn.", "transformers.", "peft.tuners.", "peft.utils.")

@@ -18,10 +18,18 @@ class Attention(Protocol):
     """Attention of a captured pass. One with recurrent states takes a `CacheAttention`, which holds them."""
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append keys and values to the cache of a layer and attend to all of it, causally.
 
+        Scores beyond `softcap` are limited, cap · tanh(score / cap); `sinks (H,)` are scores of keys without a value.
         Shapes: query `(1, H, n, D)`, key and value `(1, G, n, D)`; the result is `(1, n, H, D)`.
         """
 

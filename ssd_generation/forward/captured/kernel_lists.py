@@ -108,7 +108,7 @@ class _List:
 
     def _take(self, captured: CapturedPass, node: Any) -> None:
         if node.op == "call_method" and node.target == "attend":
-            self._attend(node)
+            self._attend(captured, node)
         elif node.target is run_step:
             self._state(captured, node)
         else:
@@ -366,8 +366,11 @@ class _List:
         self.inputs[node] = value = _Value(block, torch.empty(block.shape, dtype=dtype, device="meta"))
         return value
 
-    def _attend(self, node: Any) -> None:
-        attention, *states, layer, scale = node.args
+    def _attend(self, captured: CapturedPass, node: Any) -> None:
+        attention, *states, layer, scale, softcap, sink = (*node.args, None, None)[:8]
+        sinks = captured.computed_constant(sink, as_float=True)
+        if sink is not None and (sinks is None or not sinks.is_contiguous()):
+            raise _No
         query, key, value = (self._value(state) for state in states)
         (_, heads, rows, size), (_, kv_heads, kv_rows, kv_size) = query.like.shape, key.like.shape
         strides = [state.like.stride() for state in (query, key, value)]
@@ -383,8 +386,10 @@ class _List:
         self.steps.append(Step("append", kernel("attention", "append", *names), flags(), appended))
         block = Block((1, rows, heads, size))
         fields = [layer, heads, heads // kv_heads, strides[0][2], strides[0][1], bits_of(scale)]
+        fields += [bits_of(softcap or 0.0), 0 if sinks is None else sinks.data_ptr()]
         attended = [query.operand(), Operand(block, 0, True), *fields, Operand(cache)]
-        self.steps.append(Step("attend", kernel("attention", "attend", *names), flags(rows * heads, 4), attended))
+        address = kernel("attention", "attend", *names, softcap is not None, sinks is not None)
+        self.steps.append(Step("attend", address, flags(rows * heads, 4), attended, sinks))
         self.values[node] = self._whole(block)
         self.attention = attention
 

@@ -368,7 +368,7 @@ class CapturedPasses:
             _leave_out_head(model, captured)
         for node in captured.nodes:
             if node.op == "call_method" and node.target == "attend":
-                _, _, key, value, layer, _ = node.args
+                key, value, layer = node.args[2:5]
                 self._cached[layer] = key.meta["shape"], value.meta["shape"]
         if self._copies is not None:
             copies = self._copies()

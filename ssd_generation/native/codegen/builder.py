@@ -345,6 +345,19 @@ class Module:
         """Compute 1 / (1 + e^−x)."""
         return b.fdiv(splat(FLOAT, 1.0), b.fadd(splat(FLOAT, 1.0), self.exp(b, b.fneg(x))))
 
+    def tanh(self, b: Any, x: Any) -> Any:
+        """Compute tanh x to two units in the last place: Cephes' polynomial near 0 (tanhf.c), else by e^2|x|."""
+        size = self.call(b, f"llvm.fabs.v{LANES}f32", FLOATS, x)
+        square = b.fmul(x, x)
+        series = splat(FLOAT, -5.70498872745e-3)
+        for factor in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+            series = self.fma(b, series, square, splat(FLOAT, factor))
+        near = self.fma(b, b.fmul(series, square), x, x)
+        one = splat(FLOAT, 1.0)
+        rest = b.fdiv(splat(FLOAT, 2.0), b.fadd(self.exp(b, b.fadd(size, size)), one))
+        far = self.call(b, f"llvm.copysign.v{LANES}f32", FLOATS, b.fsub(one, rest), x)
+        return b.select(b.fcmp_ordered("<", size, splat(FLOAT, 0.625)), near, far)
+
     def softplus(self, b: Any, x: Any) -> Any:
         """Compute ln(1 + e^x), and x itself from 20 on, as torch does."""
         power = self.exp(b, x)

@@ -4,6 +4,9 @@ Each token attends separately, head by head, over exactly the keys that it sees:
 the pass. Scores are dot products over 16 lanes, which are summed by halves; the softmax proceeds in pieces of `_PIECE`
 keys with the greatest score so far (online softmax, Milakov and Gimelshein, arXiv 1805.02867); values are added in the
 order of their slots. All intermediate results are float32.
+
+Scores may be capped, cap · tanh(score / cap) (Gemma 2, arXiv 2408.00118), and a head may have a sink, the score of a
+key whose value is zero (gpt-oss, arXiv 2508.10925).
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ _SIDE_BY_SIDE = 8
 
 
 class _Attention(Module):
-    """Attention kernels for heads of one size."""
+    """Attention kernels for heads of one size; the last two arguments are whether scores are capped, and have sinks."""
 
-    def __init__(self, activation: str, cached: str, size: int) -> None:
-        super().__init__(f"attention_{activation}_{cached}_{size}", activation)
+    def __init__(self, activation: str, cached: str, size: int, is_capped: bool, has_sinks: bool) -> None:
+        options = "_capped" * is_capped + "_sinks" * has_sinks
+        super().__init__(f"attention_{activation}_{cached}_{size}{options}", activation)
         self.cached, self.size = cached, size
+        self._is_capped, self._has_sinks = is_capped, has_sinks
         self._kind, self._cached_kind = STORED[activation], STORED[cached]
         self._blocks = range(0, size, LANES)
 
@@ -103,13 +108,15 @@ class _Attention(Module):
         """Compute softmax(q Kᵀ · scale) V for each row and head; padding rows of the pass become zeros.
 
         The record: query, result, index of the layer, heads, heads that share a key's, strides of the query from a row
-        to the next and from a head to the next, scale. The result is `(rows, heads, size)`.
+        to the next and from a head to the next, scale, cap, address of the heads' sinks (float32); the last two are
+        read by kernels that have such. The result is `(rows, heads, size)`.
         """
         one = self._one()
         b, task = self.kernel()
         query, result = task.operand(b, 2), task.operand(b, 4)
         heads, shared, row_stride, head_stride = (task.field(b, at) for at in (7, 8, 9, 10))
-        scale = task.number(b, 11)
+        scale, cap = task.number(b, 11), task.number(b, 12)
+        sinks = task.address(b, 13)
         cache, fields = self._layer(b, task, 6)
         count, ahead, each, texts = self._header(b, cache)
         slot = b.add(fields[4], ahead)
@@ -148,20 +155,24 @@ class _Attention(Module):
                 )
                 for which in range(2)
             )
-            b.call(one, [its_query, keys, values, its_result, seen, scale, scores, sums])
+            sink = b.load(self.at(b, sinks, head, FLOAT), typ=FLOAT) if self._has_sinks else ir.Constant(FLOAT, 0.0)
+            b.call(one, [its_query, keys, values, its_result, seen, scale, cap, sink, scores, sums])
         b.ret_void()
 
     def _one(self) -> Any:
         """Build the function for one head of one token, over `seen` keys."""
-        function = self.function("one", [ADDRESS] * 4 + [I64, FLOAT, ADDRESS, ADDRESS], "noinline")
-        query, keys, values, result, seen, scale, scores, sums = function.args
+        function = self.function("one", [ADDRESS] * 4 + [I64, FLOAT, FLOAT, FLOAT, ADDRESS, ADDRESS], "noinline")
+        query, keys, values, result, seen, scale, cap, sink, scores, sums = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
         queries = [self._vector(b, query, block, self.activation) for block in self._blocks]
-        scales = self.spread(b, scale)
+        scales, caps = self.spread(b, scale), self.spread(b, cap)
         zeros, least_of_all = splat(FLOAT, 0.0), splat(FLOAT, float("-inf"))
         for block in self._blocks:
             b.store(zeros, self.at(b, sums, integer(block), FLOAT), align=4)
         carried = [least_of_all, zeros]  # the greatest score so far, in all lanes; sums of weights, by lanes
+        if self._has_sinks:  # its weight relative to the greatest score so far, its own, is 1
+            weight = b.insert_element(zeros, ir.Constant(FLOAT, 1.0), integer(0))
+            carried = [self.spread(b, sink), weight]
         with self.loop(b, integer(0), seen, integer(_PIECE), carried) as (piece, state):
             count = least(b, b.sub(seen, piece), integer(_PIECE))
             its_keys, its_values = (
@@ -170,6 +181,8 @@ class _Attention(Module):
             most = [least_of_all]
             with self.loop(b, integer(0), count, integer(LANES), most) as (k, found):
                 score = b.fmul(self._scores(b, queries, its_keys, k, count), scales)
+                if self._is_capped:
+                    score = b.fmul(self.tanh(b, b.fdiv(score, caps)), caps)
                 score = b.select(self._first(b, b.sub(count, k)), score, least_of_all)
                 b.store(score, self.at(b, scores, k, FLOAT), align=4)
                 found[0] = b.select(b.fcmp_ordered(">", score, found[0]), score, found[0])
@@ -261,7 +274,9 @@ class _Attention(Module):
                 b.store(total, place, align=4)
 
 
-def attention_module(what: str, activation: str, cached: str, size: int) -> str:
+def attention_module(
+    what: str, activation: str, cached: str, size: int, is_capped: bool = False, has_sinks: bool = False
+) -> str:
     """Return a module whose kernel appends to a cache or attends to it, as text; records (`builder.Task`) begin at 2.
 
     Entry 2 of the table is the address of the cache's own table (cache_table.py), whose tensors are `(…, slots, size)`
@@ -272,7 +287,9 @@ def attention_module(what: str, activation: str, cached: str, size: int) -> str:
         activation: `"float32"`, `"bfloat16"` or `"float16"`.
         cached: type of the cache, one of these.
         size: size of a head, in numbers.
+        is_capped: whether scores are capped.
+        has_sinks: whether heads have sinks.
     """
-    attention = _Attention(activation, cached, size)
+    attention = _Attention(activation, cached, size, is_capped, has_sinks)
     getattr(attention, what)()
     return str(attention.module)
