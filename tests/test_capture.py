@@ -64,15 +64,14 @@ def refusal(model: PreTrainedModel) -> str | None:
 # --------------------------------------------------------------------------------------------------
 
 OWN_ATTENTION = "code of its own"
-BY_LENGTH = "depends on the length of the text"
 SLIDING = r"an unsupported attention \(sliding_window\)"
 # `None`: captured. Only speed depends on a family's entry here, but a change should be noticed.
 REFUSALS = {
     **dict.fromkeys(FAMILIES),
     **dict.fromkeys(("bloom", "bloom-post-residual", "mpt"), OWN_ATTENTION),
     **dict.fromkeys(("gemma2", "gemma3", "gpt_oss", "mistral", "qwen2-sliding"), SLIDING),
-    **dict.fromkeys(("falcon", "falcon-alibi", "falcon-new", "llama4"), BY_LENGTH),
-    "deepseek_v3": "did not come from the cache",
+    "falcon-alibi": "gives different logits",
+    "llama4": "chunked",
 }
 
 
@@ -225,7 +224,7 @@ def test_numbers_from_the_caches_length_are_seen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", by_length)
     assert not same_pass(capture_pass(model, 2, 7), capture_pass(model, 2, 19))
     assert same_pass(capture_pass(model, 2, 7), capture_pass(model, 2, 7))
-    assert BY_LENGTH in str(refusal(model))
+    assert "depends on the length of the text" in str(refusal(model))
 
 
 def longer(model: PreTrainedModel) -> CapturedPass | None:
@@ -294,10 +293,8 @@ def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPa
     assert "different logits" in str(refusal(model))
 
 
-def test_attention_is_laid_out_as_when_it_is_played_back(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
-) -> None:
-    # A view that is impossible for several tokens' attention fails during capture, not in the middle of a text.
+def test_attention_has_no_gaps(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    # Some models view the result as rows of all heads.
     original = capture.own_attention
 
     def viewing(make: Callable[..., Any], has_masks: bool) -> Any:
@@ -311,7 +308,7 @@ def test_attention_is_laid_out_as_when_it_is_played_back(
 
     monkeypatch.setattr(capture, "own_attention", viewing)
     passes = CapturedPasses(model)
-    assert passes.program(1) is not None and passes.program(5) is None
+    assert passes.program(1) is not None and passes.program(5) is not None
 
 
 # --- models whose passes are not captured

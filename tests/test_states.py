@@ -93,7 +93,8 @@ def listed(
 OF_TORCH: dict[str, Any] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "exp": torch.exp,
     "sigmoid": torch.sigmoid, "silu": functional.silu, "softplus": functional.softplus, "rsqrt": torch.rsqrt,
-    "relu": torch.relu, "square": torch.square,
+    "relu": torch.relu, "square": torch.square, "tanh": torch.tanh,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }  # fmt: skip
 
 

@@ -127,6 +127,13 @@ class CacheAttention:
             self._table = cache_table(self._counts(), [LayerPlace(*layer) for layer in layers], self.texts)
         return ctypes.addressof(self._table)
 
+    def slots(self, length: int) -> torch.Tensor:
+        """Return the slot of each token, counted from the beginning of its text's row."""
+        dropped = next((d for d, keys in zip(self._dropped, self.key_buffers, strict=True) if keys is not None), 0)
+        first = self.at + dropped
+        own = torch.arange(first, first + self.count, device="cpu").repeat(len(self.texts))
+        return functional.pad(own, (0, length - len(own)))
+
     def let_go(self) -> None:
         """Release all tensors of a cache, which may be about to grow, or to be dropped."""
         self.key_buffers = self.value_buffers = []
@@ -168,7 +175,30 @@ class CacheAttention:
         result = attended(query, keys, values, mask, scaling, softcap, sinks)
         if count == 1:
             return result.reshape(1, 1, heads, -1)
-        return result.reshape(1, heads, count, -1).transpose(1, 2)
+        return result.reshape(1, heads, count, -1).transpose(1, 2).contiguous()
+
+    def attend_latents(
+        self,
+        query: torch.Tensor,
+        query_rotated: torch.Tensor,
+        latent: torch.Tensor,
+        rotated: torch.Tensor,
+        layer: int,
+        scaling: float,
+    ) -> torch.Tensor:
+        at, count, width = self.at, self.count, query.shape[2]
+        held = self.key_buffers[layer], self.value_buffers[layer]
+        for buffer, given in zip(held, (latent, rotated), strict=True):
+            buffer.narrow(2, at, count).copy_(given[:, :, :count])
+        rows = []
+        for place in range(count):  # each token by itself, so that its bits depend on nothing else in the pass
+            latents, keys = (buffer[0, 0, : at + place + 1] for buffer in held)
+            scores = torch.matmul(query[0, :, place].to(latents.dtype), latents.T)
+            scores = scores + torch.matmul(query_rotated[0, :, place].to(keys.dtype), keys.T)
+            weights = torch.softmax(scores.float() * scaling, dim=-1).to(latents.dtype)
+            rows.append(torch.matmul(weights, latents))
+        rows += rows[-1:] * (width - count)
+        return torch.stack(rows, dim=1)[None]
 
 
 def live_layers(cache: Cache, skipped: frozenset[int]) -> list[BufferedLayer] | None:

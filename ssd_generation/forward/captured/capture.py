@@ -20,6 +20,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -41,14 +42,15 @@ from ..structure.skip_mode import SkipMode
 from .conditions import EAGER, layers_that_attend
 from .expert_layers import experts_of, run_experts
 from .fx_graph import CapturedPass
-from .pretend_cache import CannotCapture, PretendLayer, pretend_states
+from .latent_attention import EXPANSION, from_latent, into_latent
+from .pretend_cache import CacheLength, CannotCapture, PretendLayer, pretend_states
+from .replacing import modules_with, own_functions, own_methods
 from .state_steps import (
     STATE_OF,
     StatePlace,
     StateStep,
     bound_step,
     layers_with_steps,
-    own_functions,
     own_steps,
     run_step,
     state_at,
@@ -90,6 +92,9 @@ _SAME: dict[Any, Callable[..., Any]] = {
 _OPERANDS = {operator.mul: 2, operator.add: 2, operator.neg: 1, operator.getitem: 2}
 
 _INPUTS = {"input_ids", "position_ids"}
+
+_WARNING = "warn_if_padding_and_no_attention_mask"
+"""Method of transformers' models that reads token ids, only to warn."""
 
 # Types that the generated code can write as literals; anything else is a constant of the graph.
 _LITERALS = frozenset(
@@ -151,6 +156,8 @@ class _Capture(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self.graph = Graph()
+        self.attention: Node | None = None
+        self.attend: Callable[..., torch.Tensor | None] | None = None  # torch's function, where it is called directly
         self.constants: dict[str, Any] = {}
         self._names = names
         # Results are held weakly: the model drops them as it proceeds, and all together would take much memory.
@@ -181,6 +188,8 @@ class _Capture(TorchFunctionMode):
 
     def argument(self, leaf: Any) -> Any:
         """Return what represents an argument in the graph: the node that made it, itself, or a constant's node."""
+        if isinstance(leaf, CacheLength):
+            return int(leaf)
         if isinstance(leaf, torch.Tensor):
             node = self.node_of(leaf)
             if node is not None:
@@ -213,6 +222,10 @@ class _Capture(TorchFunctionMode):
             for target in (args[0] if args else None, kwargs.get("out")):
                 if isinstance(target, torch.Tensor) and self.node_of(target) is None:
                     raise CannotCapture(f"the pass writes into a tensor that outlives it: it calls {name}")
+        if func is nn.functional.scaled_dot_product_attention and self.attend is not None:
+            attended = self.attend(*args, **kwargs)
+            if attended is not None:
+                return attended
         if func is nn.functional.linear and args[1].numel() >= _LARGE:
             result = args[0].new_zeros((*args[0].shape[:-1], args[1].shape[0]))
         elif func is nn.functional.dropout and not _drops(*args[1:], **kwargs):
@@ -221,6 +234,8 @@ class _Capture(TorchFunctionMode):
             raise CannotCapture("the pass draws random numbers: dropout")
         else:
             result = func(*args, **kwargs)
+        if any(isinstance(argument, CacheLength) for argument in args) and self._is_of_slots(result, args):
+            return result
         several = isinstance(result, (tuple, list)) and any(isinstance(entry, torch.Tensor) for entry in result)
         if not writes and not several and not isinstance(result, torch.Tensor):
             return result  # a shape, a dtype, a device
@@ -228,6 +243,18 @@ class _Capture(TorchFunctionMode):
             return result  # such as `.to` of a tensor that needs no change
         self.add(func, name, args, kwargs, result, writes)
         return result
+
+    def _is_of_slots(self, result: Any, args: tuple[Any, ...]) -> bool:
+        """Make the node of a result that is the slots of the pass's tokens in the cache, of which there are `args`."""
+        length = next(argument for argument in args if isinstance(argument, CacheLength))
+        with torch._C.DisableTorchFunction():
+            if not isinstance(result, torch.Tensor) or result.dtype != torch.int64 or result.ndim != 1:
+                return False
+            expected = torch.arange(length.tokens, length.tokens + len(result), device=result.device)
+            if len(result) != length.width or not torch.equal(result, expected):
+                return False
+            self.noted(self.graph.call_method("slots", (self.attention, length.width)), result)
+        return True
 
     def add(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, writes: bool
@@ -255,6 +282,25 @@ def _are_of_experts(shapes: Sequence[torch.Size]) -> bool:
         return False
     hidden, chosen, weights = shapes
     return chosen == weights and chosen[0] == hidden[0]
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Keys and values of all heads that a layer computes from latents.
+
+    Attributes:
+        key: tensor that represents the keys, `(1, H, n, D)`.
+        value: tensor that represents the values.
+        held: the cache's latents and rotated keys.
+        weight: matrices of keys and values, as in `into_latent`.
+        size: size of a head's keys that are not rotated.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    held: tuple[torch.Tensor, torch.Tensor]
+    weight: torch.Tensor
+    size: int
 
 
 _LOCK = ForkSafeRLock()
@@ -327,8 +373,11 @@ def capture_pass(
     device = model.get_input_embeddings().weight.device
     capture = _Capture({id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())})
     keys: dict[int, tuple[int, Any, Any]] = {}
+    expanded: dict[int, Expanded] = {}  # by id of the keys
     of_states, without_keys = {place.layer for place in states}, layers_without_keys(model) if states else ()
-    layers: list[Any] = [PretendLayer(index, behind, keys) for index in range(int(config.num_hidden_layers))]
+    layers: list[Any] = [
+        PretendLayer(index, CacheLength(behind, length), keys) for index in range(int(config.num_hidden_layers))
+    ]
     for index in of_states:
         beside = None if index in without_keys else layers[index]
         layers[index] = pretend_states(index, beside, states, length, capture.states)
@@ -347,6 +396,8 @@ def capture_pass(
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
+        of_latents = expanded.get(id(key))
+        key, value = (key, value) if of_latents is None or value is not of_latents.value else of_latents.held
         if id(key) not in keys or id(value) not in keys or keys[id(key)][0] != keys[id(value)][0]:
             raise CannotCapture("an attention reads keys or values that did not come from the cache of one layer")
         unknown = ("position_bias", "sinks", "indices", "sliding_window", "cache")
@@ -360,9 +411,14 @@ def capture_pass(
             raise CannotCapture("an attention with sinks of an unsupported shape")
         if query.ndim != 4 or query.shape[0] != 1 or query.shape[2] != length or query.shape[1] % key.shape[1]:
             raise CannotCapture("an attention with unsupported shapes")
+        if of_latents is not None:
+            is_windowed = layer < len(windows) and windows[layer] is not None
+            if softcap is not None or s_aux is not None or is_windowed or device.type != "cpu":
+                raise CannotCapture("an unsupported attention (latents)")
+            with torch._C.DisableTorchFunction():
+                return attend_latents(of_latents, query, keys[id(key)], keys[id(value)], scaling), None
         with torch._C.DisableTorchFunction():
-            # The layout is that of a captured run, so that code that needs another one fails here already.
-            result = query.new_zeros((1, query.shape[1], length, value.shape[3])).transpose(1, 2)
+            result = query.new_zeros((1, length, query.shape[1], value.shape[3]))
             (_, _, new_key), (_, _, new_value) = keys[id(key)], keys[id(value)]
             scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
             tensors = map(capture.argument, (query, new_key, new_value))
@@ -370,6 +426,65 @@ def capture_pass(
             made = capture.graph.call_method("attend", (attend, *tensors, layer, scale, *options))
             capture.noted(made, result, writes=True)  # into the cache, which `attend` represents
         return result, None
+
+    def attend_directly(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor | None:
+        """Make the node of attention whose function the model calls itself; `None` where it is over other keys."""
+        if id(key) not in keys:
+            return None
+        result, _ = attention(model, query, key, value, attn_mask, dropout_p, scale, is_causal or length == 1)
+        with torch._C.DisableTorchFunction():
+            turned = result.transpose(1, 2)
+            made = capture.graph.call_method("transpose", (capture.argument(result), 1, 2))
+            capture.noted(made, turned, is_view=True)
+        return turned
+
+    def expand(module: Any, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tensors that represent the keys and values of all heads, which a captured pass does not compute."""
+        layer = module.kv_b_proj
+        if type(layer) is not nn.Linear or layer.bias is not None:
+            raise CannotCapture(f"latents are expanded by {type(layer).__name__}, or with a bias")
+        if (latent.shape[1], rotated.shape[1]) != (1, 1):
+            raise CannotCapture("an attention with unsupported shapes")
+        with torch._C.DisableTorchFunction():
+            size, values = module.qk_nope_head_dim, module.v_head_dim
+            heads = layer.weight.shape[0] // (size + values)
+            key = latent.new_zeros((1, heads, length, size + rotated.shape[3]))
+            value = latent.new_zeros((1, heads, length, values))
+        expanded[id(key)] = Expanded(key, value, (latent, rotated), layer.weight, size)
+        return key, value
+
+    def attend_latents(
+        of_latents: Expanded, query: torch.Tensor, latent: Any, rotated: Any, scaling: float | None
+    ) -> torch.Tensor:
+        """Make the nodes of latent attention (latent_attention.py)."""
+        size, values = of_latents.size, of_latents.value.shape[3]
+        whole = capture.argument(query)
+        states = []
+        for at, part in ((0, query[..., :size]), (size, query[..., size:])):
+            made = capture.graph.call_method("narrow", (whole, 3, at, part.shape[3]))
+            states.append(capture.noted(made, part, is_view=True))
+        weight = capture.argument(of_latents.weight)
+        absorbed = query.new_zeros((*query.shape[:3], of_latents.held[0].shape[3]))
+        made = capture.graph.call_function(into_latent, (states[0], weight, values))
+        states[0] = capture.noted(made, absorbed)
+        states += [capture.argument(given) for _, _, given in (latent, rotated)]
+        scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+        made = capture.graph.call_method("attend_latents", (attend, *states, latent[0], scale))
+        capture.noted(made, torch.zeros_like(absorbed), writes=True)
+        result = query.new_zeros((*query.shape[:3], values))
+        made = capture.noted(capture.graph.call_function(from_latent, (made, weight, values)), result)
+        result = result.transpose(1, 2)
+        capture.noted(capture.graph.call_method("transpose", (made, 1, 2)), result, is_view=True)
+        return result
 
     def experts(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         shapes = [argument.shape for argument in args if isinstance(argument, torch.Tensor)]
@@ -423,6 +538,8 @@ def capture_pass(
         torch.inference_mode(),
         own_attention(lambda original: attention, has_masks=False),
         own_functions(its_attention, EAGER, lambda name, original: attention) if its_attention else nullcontext(),
+        own_methods(modules_with(model, EXPANSION), EXPANSION, lambda module: partial(expand, module)),
+        own_methods(modules_with(model, _WARNING), _WARNING, lambda module: lambda *_, **__: None),
     ):
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
         positions = torch.arange(behind, behind + length, device=device)[None]
@@ -443,7 +560,8 @@ def capture_pass(
             raise CannotCapture("the model takes no position ids")
         capture.input("ids", inputs["input_ids"])
         capture.input("positions", positions if counts is None else counts)
-        attend = capture.noted(capture.graph.placeholder("attention"), None)
+        capture.attend = attend_directly
+        attend = capture.attention = capture.noted(capture.graph.placeholder("attention"), None)
         with capture:
             logits = model(**inputs, return_dict=True).logits
         made = capture.node_of(logits)

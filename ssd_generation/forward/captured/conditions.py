@@ -16,7 +16,7 @@ from ...support.structure import modules_of
 from ..structure.adapters import has_adapters
 from ..structure.dropout import active_dropout
 from ..structure.linears import is_plain
-from .state_steps import layers_that_call
+from .replacing import layers_that_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,6 +93,8 @@ def why_not_on(
             return "its attention implementation is not sdpa"
         if not layers_that_attend(model):
             return "its attention is code of its own, not called through transformers' interface"
+    if "chunked_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()):
+        return "its attention is chunked"
     if has_states(model) and device.type != "cpu":
         return "it has recurrent states"
     if torch.is_autocast_enabled(device.type):

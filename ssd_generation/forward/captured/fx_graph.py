@@ -15,7 +15,13 @@ __all__ = ["Attention", "CapturedPass", "Program", "at_length", "compile_pass", 
 
 
 class Attention(Protocol):
-    """Attention of a captured pass. One with recurrent states takes a `CacheAttention`, which holds them."""
+    """Attention of a captured pass, whose results have no gaps.
+
+    A pass with recurrent states takes a `CacheAttention`, which holds them.
+    """
+
+    def slots(self, length: int) -> torch.Tensor:
+        """Return, for each token of the pass, the number of tokens and of padding in the cache before it: `(n,)`."""
 
     def attend(
         self,
@@ -31,6 +37,21 @@ class Attention(Protocol):
 
         Scores beyond `softcap` are limited, cap · tanh(score / cap); `sinks (H,)` are scores of keys without a value.
         Shapes: query `(1, H, n, D)`, key and value `(1, G, n, D)`; the result is `(1, n, H, D)`.
+        """
+
+    def attend_latents(
+        self,
+        query: torch.Tensor,
+        query_rotated: torch.Tensor,
+        latent: torch.Tensor,
+        rotated: torch.Tensor,
+        layer: int,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Append latents and rotated keys to the cache of a layer, and attend to all of it (latent_attention.py).
+
+        Shapes: query `(1, H, n, R)`, its rotated part `(1, H, n, D)`, latent `(1, 1, n, R)`, rotated keys
+        `(1, 1, n, D)`; the result is `(1, H, n, R)`.
         """
 
 
@@ -196,7 +217,7 @@ class Program:
     @property
     def attends_by_kernels(self) -> bool:
         """Tell whether JIT-compiled kernels compute all of its attention, and torch none."""
-        return ".attend(" not in self.source
+        return ".attend(" not in self.source and ".attend_latents(" not in self.source
 
 
 def _alias(constant: Any) -> Any:

@@ -24,6 +24,7 @@ from ...native.ops.states import STEPS
 from ...native.sequence import Block, Operand, Step, make_list
 from ..copies.low_bit import LowBitCopy
 from .fx_graph import CapturedPass
+from .latent_attention import HeadLayers
 from .rewrites import written_nodes
 from .state_steps import StateStep, run_step
 
@@ -36,7 +37,7 @@ _VIEWS = frozenset(_NAMES.split())
 """Operations whose result may share the memory of their argument; torch says whether it does."""
 
 _OF_TWO = frozenset({"add", "sub", "mul", "div"})
-_OF_ONE = frozenset({"neg", "exp", "sigmoid", "silu", "softplus", "rsqrt", "relu", "square", "to"})
+_OF_ONE = frozenset({"neg", "exp", "sigmoid", "silu", "softplus", "tanh", "rsqrt", "relu", "square", "to"})
 
 _POINTWISE = {
     **{name: name for name in _OF_ONE | _OF_TWO},
@@ -46,9 +47,9 @@ _POINTWISE = {
 }
 """Elementwise operations that there are kernels for, by the name of torch's function."""
 
-_ELEMENTWISE = {*_OF_ONE, *_OF_TWO, "scale"}
+_ELEMENTWISE = {*_OF_ONE, *_OF_TWO, "gelu_tanh", "scale"}
 
-_ROUNDED = {"exp", "sigmoid", "silu", "softplus", "rsqrt", "mean"}
+_ROUNDED = {"exp", "sigmoid", "silu", "softplus", "tanh", "gelu_tanh", "rsqrt", "mean"}
 """Steps that round otherwise than torch."""
 
 _FEW = 6
@@ -109,6 +110,8 @@ class _List:
     def _take(self, captured: CapturedPass, node: Any) -> None:
         if node.op == "call_method" and node.target == "attend":
             self._attend(captured, node)
+        elif node.op == "call_method" and node.target == "attend_latents":
+            self._attend_latents(node)
         elif node.target is run_step:
             self._state(captured, node)
         else:
@@ -132,6 +135,8 @@ class _List:
             self._linear(captured, node, target)
         elif isinstance(target, NativeExperts):
             self._experts(node, target)
+        elif isinstance(target, HeadLayers):
+            self._heads(node, target)
         elif isinstance(of := getattr(target, "__self__", None), LowBitCopy) and of.native is not None:
             self._linear(captured, node, of.native)
             if target.__func__ is LowBitCopy.apart:
@@ -196,6 +201,8 @@ class _List:
             operands = [self._operand(captured, arg) for arg in args[:count]]
             if len(operands) != count or not any(isinstance(one, Part) for one in operands):
                 raise _No
+        elif name == "gelu" and (*args[1:], *node.kwargs.values()) == ("tanh",):
+            what, operands = "gelu_tanh", [self._operand(captured, args[0])]
         elif name == "pow" and args[1] in (2, 2.0):
             what, operands = "mul", [self._operand(captured, args[0])] * 2
         elif name == "mean" and node.args[1:] in ((-1,), ([-1],)) and node.kwargs == {"keepdim": True}:
@@ -374,17 +381,12 @@ class _List:
         query, key, value = (self._value(state) for state in states)
         (_, heads, rows, size), (_, kv_heads, kv_rows, kv_size) = query.like.shape, key.like.shape
         strides = [state.like.stride() for state in (query, key, value)]
-        if value.like.shape != key.like.shape or heads % kv_heads or any(stride[3] != 1 for stride in strides):
+        if value.like.shape[:3] != key.like.shape[:3] or heads % kv_heads or any(stride[3] != 1 for stride in strides):
             raise _No
         if (rows, kv_rows, kv_size) != (self.rows, self.rows, size):
             raise _No
-        names = NAMES[self.dtype], NAMES[self.cached], size
-        # What it writes is not seen here: the cache is represented by a separate block.
-        cache = Block((1,))
-        ways = [number for _, to_head, to_row, _ in strides[1:] for number in (to_row, to_head)]
-        appended = [key.operand(), value.operand(), layer, kv_heads, *ways, Operand(cache, 0, True)]
-        self.steps.append(Step("append", kernel("attention", "append", *names), flags(), appended))
-        block = Block((1, rows, heads, size))
+        cache, names = self._append(key, value, layer)
+        block = Block((1, rows, heads, names[2]))
         fields = [layer, heads, heads // kv_heads, strides[0][2], strides[0][1], bits_of(scale)]
         fields += [bits_of(softcap or 0.0), 0 if sinks is None else sinks.data_ptr()]
         attended = [query.operand(), Operand(block, 0, True), *fields, Operand(cache)]
@@ -392,6 +394,54 @@ class _List:
         self.steps.append(Step("attend", address, flags(rows * heads, 4), attended, sinks))
         self.values[node] = self._whole(block)
         self.attention = attention
+
+    def _append(self, key: _Value, value: _Value, layer: int) -> tuple[Block, tuple[Any, ...]]:
+        """Add the kernel that writes keys and values into the cache.
+
+        Returns:
+            A block that represents the cache, since what is written there is not seen here; and the arguments of the
+            kernels' module that follow from the tensors.
+        """
+        cache, kv_heads = Block((1,)), key.like.shape[1]
+        ways = [number for one in (key, value) for number in (one.like.stride(2), one.like.stride(1))]
+        fields: list[int | Operand] = [key.operand(), value.operand(), layer, kv_heads, *ways, Operand(cache, 0, True)]
+        names = NAMES[self.dtype], NAMES[self.cached], int(value.like.shape[3]), int(key.like.shape[3])
+        self.steps.append(Step("append", kernel("attention", "append", *names), flags(), fields))
+        return cache, names
+
+    def _attend_latents(self, node: Any) -> None:
+        attention, *states, layer, scale = node.args
+        query, turned, latent, rotated = (self._value(state) for state in states)
+        _, heads, rows, size = query.like.shape
+        if rows != self.rows or any(one.like.stride(3) != 1 for one in (query, turned, latent, rotated)):
+            raise _No
+        cache, names = self._append(latent, rotated, layer)
+        block, ways = (
+            Block((1, heads, rows, size)),
+            [(one.like.stride(2), one.like.stride(1)) for one in (query, turned)],
+        )
+        attended = [query.operand(), Operand(block, 0, True), layer, heads, heads, *ways[0], bits_of(scale), 0, 0]
+        attended += [turned.operand(), *ways[1], Operand(cache)]
+        address = kernel("attention", "attend", *names[:2], size, size, False, False, names[2])
+        self.steps.append(Step("attend", address, flags(rows * heads, 4), attended))
+        self.values[node] = self._whole(block)
+        self.attention = attention
+
+    def _heads(self, node: Any, layers: HeadLayers) -> None:
+        """Add the kernels of a linear layer of each head, whose tokens follow each other without gaps."""
+        x, (_, heads, rows, size) = self._value(node.args[0]), node.meta["shape"]
+        if rows != self.rows or x.like.shape[3] != layers.columns or layers.layers[0].activation is not self.dtype:
+            raise _No
+        if not x.is_whole:
+            copied = self._whole(Block(tuple(x.like.shape)))
+            self.steps.append(pointwise_step("to", copied, [x], (2, 1)))
+            x = copied
+        block, first = Block((1, heads, rows, size)), int(x.like.storage_offset())
+        for head, layer in enumerate(layers.layers):
+            address, how, inner = layer.parts()
+            places = Operand(x.block, first + head * rows * layers.columns), Operand(block, head * rows * size, True)
+            self.steps.append(Step("linear", address, how, [inner, *places], layer))
+        self.values[node] = self._whole(block)
 
     def _whole(self, block: Block) -> _Value:
         return _Value(block, likeness(block.shape, self.dtype))

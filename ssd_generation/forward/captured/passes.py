@@ -48,6 +48,7 @@ from .conditions import why_not_captured
 from .expert_layers import native_experts
 from .fx_graph import CapturedPass, CopiedWeight, Program, compile_pass
 from .kernel_lists import use_kernel_lists
+from .latent_attention import HeadLayers, use_native_heads
 from .linear_kernels import Linear, fastest_kernels, linear_of_few_rows
 from .rewrites import (
     fuse_norms,
@@ -117,6 +118,7 @@ class CapturedPasses:
         self._programs: dict[int, Program | None] = {}
         self._rounded: frozenset[str] | None = None
         self._experts: dict[int, tuple[Any, NativeExperts | None]] = {}
+        self._heads: dict[tuple[int, Any], tuple[CopiedWeight, HeadLayers]] = {}
         self._linears: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, Linear | None]] = {}
         self._attention = threading.local()
         self._fingerprint = fingerprint(model)
@@ -367,8 +369,8 @@ class CapturedPasses:
         if self._of_prompts:
             _leave_out_head(model, captured)
         for node in captured.nodes:
-            if node.op == "call_method" and node.target == "attend":
-                key, value, layer = node.args[2:5]
+            if node.op == "call_method" and node.target in ("attend", "attend_latents"):
+                key, value, layer = node.args[2:5] if node.target == "attend" else node.args[3:6]
                 self._cached[layer] = key.meta["shape"], value.meta["shape"]
         if self._copies is not None:
             copies = self._copies()
@@ -383,6 +385,7 @@ class CapturedPasses:
         activation = torch.bfloat16 if copies is not None else model.dtype
         if self._is_native:
             swap_experts(captured, lambda module: self._native_experts(module, activation))
+            use_native_heads(captured, activation, self._heads)
             if self.is_draft:
                 try_out(model, compile_pass(captured))
             rounded = use_kernel_lists(captured, activation, model.dtype)

@@ -11,11 +11,37 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .state_steps import StatePlace
 
-__all__ = ["CannotCapture", "PretendLayer", "pretend_states"]
+__all__ = ["CacheLength", "CannotCapture", "PretendLayer", "pretend_states"]
 
 
 class CannotCapture(Exception):
     """This pass cannot be captured; the message says why."""
+
+
+class CacheLength(int):
+    """Number of tokens in a cache, or a sum with it: a number that the capture recognises among arguments.
+
+    Attributes:
+        tokens: number of tokens in the cache.
+        width: number of tokens of the pass.
+    """
+
+    tokens: int
+    width: int
+
+    def __new__(cls, tokens: int, width: int, more: int = 0) -> CacheLength:
+        made = super().__new__(cls, tokens + more)
+        made.tokens, made.width = tokens, width
+        return made
+
+    def __add__(self, other: int) -> int:
+        return (
+            CacheLength(self.tokens, self.width, int(self) - self.tokens + other)
+            if type(other) is int
+            else NotImplemented
+        )
+
+    __radd__ = __add__
 
 
 class PretendLayer(CacheLayerMixin):

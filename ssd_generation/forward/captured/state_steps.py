@@ -8,11 +8,9 @@ the states of all tokens at once, and each of these functions becomes a node.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +20,10 @@ from transformers.cache_utils import DynamicCache
 
 from ...cache.recurrent import is_known, keeps_states
 from ...native.ops.states import State
-from ...support.forks import ForkSafeRLock, undone_in_child
 from ...support.model_state import Part, state_of
-from ...support.structure import modules_of
 from ...support.versions import cache_argument
 from .cache_attention import CacheAttention
+from .replacing import Maker, layers_that_call, own_functions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,9 +34,7 @@ __all__ = [
     "StateStep",
     "StatesPart",
     "bound_step",
-    "layers_that_call",
     "layers_with_steps",
-    "own_functions",
     "own_steps",
     "run_step",
     "state_at",
@@ -144,21 +139,9 @@ def run_step(attention: CacheAttention, step: StateStep, *tensors: torch.Tensor)
 # the layers
 
 
-@functools.lru_cache(maxsize=256)
-def _called_by(forward: Callable[..., Any]) -> frozenset[str]:
-    """Return the names that the code of a forward uses."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    return frozenset() if code is None else frozenset(code.co_names)
-
-
 def layers_with_steps(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that compute a state by one of transformers' functions for that."""
     return layers_that_call(model, frozenset(STATE_OF))
-
-
-def layers_that_call(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
-    """Return the modules of a model whose forward calls one of these functions."""
-    return [module for module in modules_of(model) if names & _called_by(type(module).forward)]
 
 
 class StatesPart(Part):
@@ -209,56 +192,10 @@ def state_at(place: StatePlace, states: Mapping[StatePlace, torch.Tensor]) -> St
 # ----------------------------------------------------------------------------------------------------------------------
 # capturing them
 
-_LOCK = ForkSafeRLock()
-
-Maker = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-
 
 def own_steps(layers: list[nn.Module], make: Maker) -> AbstractContextManager[None]:
     """Replace the functions for steps by functions of this library; arguments as in `own_functions`."""
     return own_functions(layers, frozenset(STATE_OF), make)
-
-
-@contextmanager
-def own_functions(layers: list[nn.Module], wanted: frozenset[str], make: Maker) -> Iterator[None]:
-    """Replace functions that modules call by functions of this library; other threads see no difference.
-
-    Args:
-        layers: the modules.
-        wanted: names of the functions.
-        make: makes the replacement from a function's name and the function.
-    """
-    owner = threading.get_ident()
-
-    def guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        own = make(name, original)
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            return (own if threading.get_ident() == owner else original)(*args, **kwargs)
-
-        return step
-
-    with _LOCK:
-        places = {
-            (id(names), name): (names, name, names[name])
-            for layer in layers
-            for names in (inspect.unwrap(type(layer).forward).__globals__,)
-            for name in wanted & _called_by(type(layer).forward)
-            if name in names
-        }
-
-        def restore() -> None:
-            for names, name, original in places.values():
-                names[name] = original
-
-        with undone_in_child(restore):
-            try:
-                for names, name, original in places.values():
-                    names[name] = guarded(name, original)
-                yield
-            finally:
-                restore()
 
 
 def bound_step(

@@ -135,11 +135,16 @@ def try_out(model: PreTrainedModel, program: Program) -> None:
     class Nothing:
         states, texts, count = PassStates(layers), ONE_TEXT, program.length
 
+        def slots(self, length: int) -> torch.Tensor:
+            return torch.arange(behind, behind + length, device="cpu")
+
         def attend(
             self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
         ) -> torch.Tensor:
-            shape = (1, query.shape[1], program.length, value.shape[3])
-            return query.new_zeros(shape, dtype=model.dtype).transpose(1, 2)
+            return query.new_zeros((1, program.length, query.shape[1], value.shape[3]), dtype=model.dtype)
+
+        def attend_latents(self, query: torch.Tensor, *_: Any) -> torch.Tensor:
+            return torch.zeros_like(query, dtype=model.dtype)
 
     ids = torch.zeros((1, program.length), dtype=torch.long, device="cpu")
     with torch.inference_mode():

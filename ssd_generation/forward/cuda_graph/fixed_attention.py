@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -51,10 +52,22 @@ class FixedAttention:
             self._masks[key] = mask.repeat(groups, 1)
         return self._masks[key]
 
+    def slots(self, length: int) -> torch.Tensor:
+        """Return the slots of the tokens, as in `fx_graph.Attention`."""
+        return self._slots
+
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write keys and values into the slots and attend, as in `fx_graph.Attention`."""
+        """Write keys and values into the slots and attend, as in `fx_graph.Attention`; without caps or sinks."""
+        assert softcap is None and sinks is None, "such passes are not captured on a GPU"
         keys, values = self._keys[layer], self._values[layer]
         keys.index_copy_(2, self._slots, key.to(keys.dtype))
         values.index_copy_(2, self._slots, value.to(values.dtype))
@@ -68,4 +81,8 @@ class FixedAttention:
             attn_mask=self._mask(self._windows[layer], groups, keys.dtype),
             scale=scaling,
         )
-        return result.reshape(1, heads, count, -1).transpose(1, 2)
+        return result.reshape(1, heads, count, -1).transpose(1, 2).contiguous()
+
+    def attend_latents(self, *_: Any) -> torch.Tensor:
+        """Raise: passes with latents are not captured on a GPU."""
+        raise NotImplementedError

@@ -23,7 +23,7 @@ from ...native.ops.pointwise import NoKernel, Part, likeness
 from ...native.ops.states import STEPS, State
 from ...native.sequence import Block, make_list
 from ..captured.cache_attention import CacheAttention
-from ..captured.state_steps import layers_that_call, own_functions
+from ..captured.replacing import layers_that_call, own_functions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,27 +25,41 @@ _SIDE_BY_SIDE = 8
 """Number of vectors of a head's values that are summed at the same time."""
 
 
-class _Attention(Module):
-    """Attention kernels for heads of one size; the last two arguments are whether scores are capped, and have sinks."""
+def _left(size: int, block: int) -> Any:
+    """Return how many lanes of a vector belong to a head of this size; `None`: all."""
+    left = size - block
+    return None if left >= LANES else integer(left)
 
-    def __init__(self, activation: str, cached: str, size: int, is_capped: bool, has_sinks: bool) -> None:
+
+class _Attention(Module):
+    """Attention kernels for heads of one size.
+
+    Args:
+        activation: stored type of the query and the result.
+        cached: stored type of the cache.
+        size: size of a head's values.
+        keys: sizes of the parts of a head's keys. One: that of the cache's keys, whose heads may be shared by several
+            of the query's. Two: of latent attention, which has one head of keys for all of the query; the first part is
+            the value at the same time.
+        is_capped: whether scores are capped.
+        has_sinks: whether heads have sinks.
+    """
+
+    def __init__(
+        self, activation: str, cached: str, size: int, keys: tuple[int, ...], is_capped: bool, has_sinks: bool
+    ) -> None:
         options = "_capped" * is_capped + "_sinks" * has_sinks
-        super().__init__(f"attention_{activation}_{cached}_{size}{options}", activation)
-        self.cached, self.size = cached, size
+        super().__init__(f"attention_{activation}_{cached}_{size}_{'_'.join(map(str, keys))}{options}", activation)
+        self.cached, self.size, self._keys = cached, size, keys
         self._is_capped, self._has_sinks = is_capped, has_sinks
         self._kind, self._cached_kind = STORED[activation], STORED[cached]
         self._blocks = range(0, size, LANES)
 
-    def _left(self, block: int) -> Any:
-        """Return how many lanes of a vector belong to the head; `None`: all."""
-        left = self.size - block
-        return None if left >= LANES else integer(left)
-
-    def _vector(self, b: Any, address: Any, block: int, stored: str) -> Any:
-        """Load numbers of a head from `block` on, as float32."""
+    def _vector(self, b: Any, address: Any, size: int, block: int, stored: str) -> Any:
+        """Load numbers of a head of this size from `block` on, as float32."""
         kind = STORED[stored]
         place = self.at(b, address, integer(block), kind)
-        return self.floats(b, self.load(b, place, kind, self._left(block)), stored)
+        return self.floats(b, self.load(b, place, kind, _left(size, block)), stored)
 
     def _layer(self, b: Any, task: Task, at: int) -> tuple[Any, list[Any]]:
         """Load the cache's table, and the fields of the layer whose index is in the record."""
@@ -72,7 +86,7 @@ class _Attention(Module):
     # ------------------------------------------------------------------------------------------------------------------
 
     def append(self) -> None:
-        """Write keys and values into the slots of their tokens.
+        """Write keys and values, of `keys[0]` and `size` numbers, into the slots of their tokens.
 
         The record: key, value, index of the layer, heads, and for both the strides, in numbers, from a token to the
         next and from a head to the next.
@@ -82,7 +96,7 @@ class _Attention(Module):
         count, ahead, each, texts = self._header(b, cache)
         slot = b.add(fields[4], ahead)
         first, end = task.share(b, task.field(b, 7))
-        for which in range(2):
+        for which, size in enumerate((self._keys[0], self.size)):
             states, row_stride, head_stride = (
                 task.operand(b, 2 + 2 * which),
                 task.field(b, 8 + 2 * which),
@@ -94,12 +108,12 @@ class _Attention(Module):
                     row, _, its = self._text(b, texts, each, token)
                     offset = b.add(b.mul(head, head_stride), b.mul(token, row_stride))
                     source = self.at(b, states, offset, self._kind)
-                    place = b.add(b.mul(head, fields[2 + which]), b.mul(b.add(slot, its), integer(self.size)))
+                    place = b.add(b.mul(head, fields[2 + which]), b.mul(b.add(slot, its), integer(size)))
                     place = b.add(place, b.mul(row, fields[6 + which]))
                     target = self.at(b, buffer, place, self._cached_kind)
-                    for block in self._blocks:
-                        values = self._vector(b, source, block, self.activation)
-                        left = self._left(block) or integer(LANES)
+                    for block in range(0, size, LANES):
+                        values = self._vector(b, source, size, block, self.activation)
+                        left = _left(size, block) or integer(LANES)
                         address = self.at(b, target, integer(block), self._cached_kind)
                         self.store_many(b, values, address, left, self.cached)
         b.ret_void()
@@ -110,13 +124,19 @@ class _Attention(Module):
         The record: query, result, index of the layer, heads, heads that share a key's, strides of the query from a row
         to the next and from a head to the next, scale, cap, address of the heads' sinks (float32); the last two are
         read by kernels that have such. The result is `(rows, heads, size)`.
+
+        Latent attention's record has in addition: the query's second part and its two strides. Its result is `(heads,
+        rows, size)`.
         """
-        one = self._one()
+        one, is_latent = self._one(), len(self._keys) > 1
         b, task = self.kernel()
         query, result = task.operand(b, 2), task.operand(b, 4)
         heads, shared, row_stride, head_stride = (task.field(b, at) for at in (7, 8, 9, 10))
         scale, cap = task.number(b, 11), task.number(b, 12)
         sinks = task.address(b, 13)
+        parts = [(query, row_stride, head_stride)]
+        if is_latent:
+            parts.append((task.operand(b, 14), task.field(b, 16), task.field(b, 17)))
         cache, fields = self._layer(b, task, 6)
         count, ahead, each, texts = self._header(b, cache)
         slot = b.add(fields[4], ahead)
@@ -130,8 +150,12 @@ class _Attention(Module):
             of_keys, within = b.sdiv(item, together), b.srem(item, together)
             row = b.sdiv(within, shared)
             head = b.add(b.mul(of_keys, shared), b.srem(within, shared))
-            its_query = self.at(b, query, b.add(b.mul(row, row_stride), b.mul(head, head_stride)), self._kind)
-            place = b.mul(b.add(b.mul(row, heads), head), integer(self.size))
+            its_queries = [
+                self.at(b, states, b.add(b.mul(row, to_row), b.mul(head, to_head)), self._kind)
+                for states, to_row, to_head in parts
+            ]
+            index = b.add(b.mul(head, rows), row) if is_latent else b.add(b.mul(row, heads), head)
+            place = b.mul(index, integer(self.size))
             its_result = self.at(b, result, place, self._kind)
             # Rows that pad the pass belong to no text.
             is_token = b.icmp_signed("<", row, count)
@@ -143,28 +167,36 @@ class _Attention(Module):
             begin = b.select(b.icmp_signed(">", outside, start), outside, start)
             begin = b.select(b.icmp_signed(">", begin, integer(0)), begin, integer(0))
             seen = b.select(is_token, b.sub(last, begin), integer(0))
-            keys, values = (
+            held = [
                 self.at(
                     b,
                     b.inttoptr(fields[which], ADDRESS),
                     b.add(
                         b.add(b.mul(of_keys, fields[2 + which]), b.mul(its_row, fields[6 + which])),
-                        b.mul(begin, integer(self.size)),
+                        b.mul(begin, integer(size)),
                     ),
                     self._cached_kind,
                 )
-                for which in range(2)
-            )
+                for which, size in enumerate(self._keys if is_latent else (self._keys[0], self.size))
+            ]
+            # In latent attention the cache's keys are the values, and part of the keys; its values are the other part.
+            keys, values = (held, held[0]) if is_latent else (held[:1], held[1])
             sink = b.load(self.at(b, sinks, head, FLOAT), typ=FLOAT) if self._has_sinks else ir.Constant(FLOAT, 0.0)
-            b.call(one, [its_query, keys, values, its_result, seen, scale, cap, sink, scores, sums])
+            b.call(one, [*its_queries, *keys, values, its_result, seen, scale, cap, sink, scores, sums])
         b.ret_void()
 
     def _one(self) -> Any:
         """Build the function for one head of one token, over `seen` keys."""
-        function = self.function("one", [ADDRESS] * 4 + [I64, FLOAT, FLOAT, FLOAT, ADDRESS, ADDRESS], "noinline")
-        query, keys, values, result, seen, scale, cap, sink, scores, sums = function.args
+        parts = len(self._keys)
+        kinds = [ADDRESS] * (2 * parts + 2) + [I64, FLOAT, FLOAT, FLOAT, ADDRESS, ADDRESS]
+        function = self.function("one", kinds, "noinline")
+        given, keys = function.args[:parts], function.args[parts : 2 * parts]
+        values, result, seen, scale, cap, sink, scores, sums = function.args[2 * parts :]
         b = ir.IRBuilder(function.append_basic_block("entry"))
-        queries = [self._vector(b, query, block, self.activation) for block in self._blocks]
+        queries = [
+            [self._vector(b, query, size, block, self.activation) for block in range(0, size, LANES)]
+            for query, size in zip(given, self._keys, strict=True)
+        ]
         scales, caps = self.spread(b, scale), self.spread(b, cap)
         zeros, least_of_all = splat(FLOAT, 0.0), splat(FLOAT, float("-inf"))
         for block in self._blocks:
@@ -175,8 +207,9 @@ class _Attention(Module):
             carried = [self.spread(b, sink), weight]
         with self.loop(b, integer(0), seen, integer(_PIECE), carried) as (piece, state):
             count = least(b, b.sub(seen, piece), integer(_PIECE))
-            its_keys, its_values = (
-                self.at(b, address, b.mul(piece, integer(self.size)), self._cached_kind) for address in (keys, values)
+            *its_keys, its_values = (
+                self.at(b, address, b.mul(piece, integer(size)), self._cached_kind)
+                for address, size in zip((*keys, values), (*self._keys, self.size), strict=True)
             )
             most = [least_of_all]
             with self.loop(b, integer(0), count, integer(LANES), most) as (k, found):
@@ -204,21 +237,22 @@ class _Attention(Module):
             quotient = b.fdiv(b.load(self.at(b, sums, integer(block), FLOAT), typ=FLOATS, align=4), whole)
             quotient = b.select(nothing, zeros, quotient)
             place = self.at(b, result, integer(block), self._kind)
-            self.store_many(b, quotient, place, self._left(block) or integer(LANES))
+            self.store_many(b, quotient, place, _left(self.size, block) or integer(LANES))
         b.ret_void()
         return function
 
-    def _scores(self, b: Any, queries: list[Any], keys: Any, k: Any, count: Any) -> Any:
+    def _scores(self, b: Any, queries: list[list[Any]], keys: list[Any], k: Any, count: Any) -> Any:
         """Compute 16 dot products with keys from slot k on; beyond `count`, that of the last key again."""
         last = b.sub(count, integer(1))
-        rows = [
-            self.at(b, keys, b.mul(least(b, b.add(k, integer(j)), last), integer(self.size)), self._cached_kind)
-            for j in range(LANES)
-        ]
         sums = [splat(FLOAT, 0.0)] * LANES
-        for block, query in zip(self._blocks, queries, strict=True):
-            for j, row in enumerate(rows):
-                sums[j] = self.fma(b, self._vector(b, row, block, self.cached), query, sums[j])
+        for vectors, address, size in zip(queries, keys, self._keys, strict=True):
+            rows = [
+                self.at(b, address, b.mul(least(b, b.add(k, integer(j)), last), integer(size)), self._cached_kind)
+                for j in range(LANES)
+            ]
+            for block, query in zip(range(0, size, LANES), vectors, strict=True):
+                for j, row in enumerate(rows):
+                    sums[j] = self.fma(b, self._vector(b, row, size, block, self.cached), query, sums[j])
         # Sum the lanes of each by halves: each step merges two vectors into one.
         width = LANES
         while width > 1:
@@ -269,13 +303,21 @@ class _Attention(Module):
                 weight = self.spread(b, b.load(self.at(b, weights, k, FLOAT), typ=FLOAT))
                 row = self.at(b, values, b.mul(k, integer(self.size)), self._cached_kind)
                 for n, block in enumerate(blocks):
-                    carried[n] = self.fma(b, self._vector(b, row, block, self.cached), weight, carried[n])
+                    value = self._vector(b, row, self.size, block, self.cached)
+                    carried[n] = self.fma(b, value, weight, carried[n])
             for place, total in zip(places, totals, strict=True):
                 b.store(total, place, align=4)
 
 
 def attention_module(
-    what: str, activation: str, cached: str, size: int, is_capped: bool = False, has_sinks: bool = False
+    what: str,
+    activation: str,
+    cached: str,
+    size: int,
+    keys: int | None = None,
+    is_capped: bool = False,
+    has_sinks: bool = False,
+    rotated: int = 0,
 ) -> str:
     """Return a module whose kernel appends to a cache or attends to it, as text; records (`builder.Task`) begin at 2.
 
@@ -286,10 +328,14 @@ def attention_module(
         what: `"append"` or `"attend"`.
         activation: `"float32"`, `"bfloat16"` or `"float16"`.
         cached: type of the cache, one of these.
-        size: size of a head, in numbers.
+        size: size of a head's values, in numbers.
+        keys: size of a head's keys; `None`: the same.
         is_capped: whether scores are capped.
         has_sinks: whether heads have sinks.
+        rotated: in latent attention, size of the part of the keys that is in the cache's values; 0: no latent
+            attention.
     """
-    attention = _Attention(activation, cached, size, is_capped, has_sinks)
+    parts = (size if keys is None else keys, *([rotated] if rotated else []))
+    attention = _Attention(activation, cached, size, parts, is_capped, has_sinks)
     getattr(attention, what)()
     return str(attention.module)

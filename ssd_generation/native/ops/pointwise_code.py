@@ -6,6 +6,7 @@ at every place, so bits do not depend on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,13 @@ class _Pointwise(Module):
         b.ret_void()
 
 
+def _gelu_tanh(module: Module, b: Any, x: Any) -> Any:
+    """Compute x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))) (GELU, arXiv 1606.08415, section 2)."""
+    cube = module.fma(b, b.fmul(b.fmul(x, x), x), splat(FLOAT, 0.044715), x)
+    inner = module.tanh(b, b.fmul(cube, splat(FLOAT, math.sqrt(2 / math.pi))))
+    return b.fmul(b.fmul(x, splat(FLOAT, 0.5)), b.fadd(inner, splat(FLOAT, 1.0)))
+
+
 Operation = Callable[..., Any]
 
 OPERATIONS: dict[str, Operation] = {
@@ -92,6 +100,8 @@ OPERATIONS: dict[str, Operation] = {
     "sigmoid": lambda module, b, x: module.sigmoid(b, x),
     "silu": lambda module, b, x: b.fmul(x, module.sigmoid(b, x)),
     "softplus": lambda module, b, x: module.softplus(b, x),
+    "tanh": lambda module, b, x: module.tanh(b, x),
+    "gelu_tanh": lambda module, b, x: _gelu_tanh(module, b, x),
     "rsqrt": lambda module, b, x: b.fdiv(splat(FLOAT, 1.0), module.call(b, f"llvm.sqrt.v{LANES}f32", FLOATS, x)),
     "relu": lambda module, b, x: b.select(b.fcmp_ordered("<", x, splat(FLOAT, 0.0)), splat(FLOAT, 0.0), x),
     "square": lambda module, b, x: b.fmul(x, x),
