@@ -217,3 +217,11 @@ def test_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.M
     names: dict[str, Any] = {}
     for block in blocks(path.read_text(encoding="utf-8"), "python"):
         exec(compile(block, path.name, "exec"), names)
+
+
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="a source distribution has no docs")
+def test_other_programs_are_tried_at_the_versions_that_the_page_names() -> None:
+    text = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    pinned = re.findall(r"^(\S+)==(\S+)$", (ROOT / ".ci" / "other-programs.txt").read_text(encoding="utf-8"), re.M)
+    assert len(pinned) >= 6
+    assert [f"{name} {version}" for name, version in pinned if f"{name} {version}" not in text] == []

@@ -121,14 +121,16 @@ def test_what_cannot_be_loaded_is_told() -> None:
 
 def test_the_page() -> None:
     yes = dict.fromkeys(COLUMNS, "yes")
+    folders = {"exported": "yes", "served": "An adapter."}
     rows = [
-        Row("fine", yes, alone="attention", apart=(0.1234, 1e-7)),
+        Row("fine", yes, alone="attention", apart=(0.1234, 1e-7), folders=folders),
         Row("odd", {**yes, "int4": "It cannot.", "lookup": "WRONG"}, apart=(0.0, 0.0)),
         Row("absent", untried="some is not installed"),
     ]
     text = page(rows, "a model")
     assert "| fine | yes | yes | yes | yes | yes | yes | yes | yes | yes | 0.1 | 1e-07 | attention |" in text
     assert "| odd | **WRONG** | yes | no (1) |" in text and "1. It cannot. Forms: odd." in text
+    assert "| fine | yes | no (2) |" in text and "2. An adapter. Forms: fine." in text
     assert "- absent: some is not installed." in text
     assert "| WRONG | 1 | 0 |" in text
 

@@ -132,12 +132,14 @@ def test_operands_are_broadcast(data: st.DataObject) -> None:
     operands: list[Any] = []
     plain = []
     for _ in range(2):
-        kind = data.draw(st.sampled_from(["whole", "part", "one", "weight", "number"]))
+        kind = data.draw(st.sampled_from(["whole", "part", "stepped", "one", "weight", "number"]))
         dtype = data.draw(st.sampled_from(FLOATS))
         if kind == "whole":
             operands.append(torch.randn(shape, generator=generator).to(dtype))
         elif kind == "part":
             operands.append(torch.randn((*shape[:-1], shape[-1] + 5), generator=generator).to(dtype)[..., 3:-2])
+        elif kind == "stepped":
+            operands.append(torch.randn((*shape[:-1], 3 * shape[-1]), generator=generator).to(dtype)[..., 1::3])
         elif kind == "one":
             operands.append(torch.randn((*shape[:-1], 1), generator=generator).to(dtype))
         elif kind == "weight":
@@ -152,6 +154,21 @@ def test_operands_are_broadcast(data: st.DataObject) -> None:
     except NoKernel:
         return
     assert torch.equal(found, (torch.as_tensor(plain[0]).float() * torch.as_tensor(plain[1]).float()).expand(shape))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", [1, 5, 16, 40])
+def test_results_are_interleaved(dtype: torch.dtype, size: int) -> None:
+    """Two results with their columns in turn, as `torch.stack(…, dim=-1)` stores them."""
+    one, other = (torch.randn(3, 4, size, generator=torch.Generator().manual_seed(at)).to(dtype) for at in range(2))
+    block = Block((3, 4, size, 2), dtype=dtype)
+    steps = []
+    for place in range(2):
+        given = Part(Block((3, 4, size), place, dtype), likeness((3, 4, size), dtype))
+        result = Part(block, likeness((3, 4, size, 2), dtype)[..., place])
+        steps.append(pointwise_step("neg", result, [given], (0, 1)))
+    found = make_list(steps, [block], 2, 3, torch.float32)(None, one, other)
+    assert torch.equal(found, torch.stack((-one, -other), dim=-1))
 
 
 def test_heads_before_tokens() -> None:
@@ -183,11 +200,13 @@ def test_as_many_tokens_as_heads(family: str) -> None:
     assert len(refusals) == 1
 
 
-def test_what_lies_otherwise_has_no_kernel() -> None:
+def test_what_lies_otherwise() -> None:
     x = torch.randn(2, 3, 32)
     for operand in (x[:, :, ::2], x.transpose(1, 2)[:, :16]):
-        with pytest.raises(NoKernel):
-            listed("neg", tuple(operand.shape), torch.float32, [operand], (0, 1))
+        assert torch.equal(listed("neg", tuple(operand.shape), torch.float32, [operand], (0, 1)), -operand)
+    of_many = torch.randn(2, 3, 4, 5, 6).permute(0, 3, 2, 1, 4)
+    with pytest.raises(NoKernel):
+        listed("neg", tuple(of_many.shape), torch.float32, [of_many], (0, 1))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

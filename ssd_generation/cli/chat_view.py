@@ -11,6 +11,7 @@ from rich.text import Text
 from .compare_view import drafts_from
 from .console import err, out, styled
 from .generate_view import figures, short_name
+from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
     from ..chat.conversation import Turn
@@ -45,6 +46,7 @@ class ChatView:
         self._is_interactive, self._is_silent = is_interactive, is_silent
         self._is_terminal = self._out.is_terminal
         self._shows_origins = shows_origins and self._is_terminal and self._out.color_system is not None
+        self._words = WordWrap(self._print)
 
     def begin(self, model: str, draft: Draft) -> None:
         """Print the model, its draft, and the legend of the colours."""
@@ -83,7 +85,7 @@ class ChatView:
             return None
 
     def write(self, text: str, origin: str) -> None:
-        """Print a piece of an answer; to a pipe, unchanged."""
+        """Print a piece of an answer; to a pipe, unchanged. `origin` is empty for what no token gave."""
         if self._is_silent:
             return
         if not self._is_terminal:
@@ -91,12 +93,19 @@ class ChatView:
             sys.stdout.flush()
             return
         style = ""
-        if self._shows_origins:
+        if self._shows_origins and origin:
             from ..harness.results import STYLES
 
             style = STYLES[origin]
-        # `styled` first, to make control characters visible: rich drops some of them.
-        self._out.print(Text(styled(text).plain, style=style), end="", soft_wrap=True)
+        # `styled` makes control characters visible.
+        self._words.add(styled(text).plain, style)
+
+    def _print(self, text: str, style: str) -> None:
+        if style:
+            self._out.print(Text(text, style=style), end="", soft_wrap=True)
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
     def end(self, turn: Turn | None) -> None:
         """Print the figures of an answer; `None`: it was stopped before it began."""
@@ -104,8 +113,7 @@ class ChatView:
             self.say("Stopped before the first token: this turn is not part of the conversation.")
             return
         if not self._is_silent:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            self.write("\n", "")
         parts = figures(len(turn.token_ids), turn.seconds, turn.statistics)
         if turn.cached_tokens:
             parts.append(f"{turn.cached_tokens} of {turn.prompt_tokens} prompt tokens from the cache")

@@ -12,6 +12,7 @@ from ..support.display import visible
 from .compare_view import comparison_view, drafts_from
 from .console import err, out, print_json, styled
 from .options import DEMO
+from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -37,9 +38,13 @@ def answer_streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
     """Return a streamer that prints the answer as it arrives, without the prompt."""
     from transformers import TextStreamer
 
+    words = WordWrap(lambda text, style: print(text, end=""))
+
     def write(text: str, stream_end: bool = False) -> None:
-        # A file or a pipe receives the model's text unchanged.
-        sys.stdout.write(visible(text, keep="\n\t") if sys.stdout.isatty() else text)
+        if sys.stdout.isatty():
+            words.add(visible(text, keep="\n\t"))
+        else:  # a file or a pipe receives the model's text unchanged
+            sys.stdout.write(text)
         if stream_end:
             sys.stdout.write("\n")
         sys.stdout.flush()

@@ -14,14 +14,11 @@ import contextlib
 import json
 import logging
 import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -40,10 +37,10 @@ from ssd_generation.harness.results import Timings, spread
 from ssd_generation.harness.run import interleaved
 from ssd_generation.models import load_model
 from ssd_generation.serving import export_model, find_model
-from ssd_generation.serving.server import free_port
 
 from .constrained import LIBRARIES, REQUESTS
 from .program import Program, conditions
+from .served import Server, served, ssd_serve, streamed, transformers_serve
 from .side_by_side import greedy_options, with_range
 from .tables import as_markdown
 
@@ -51,8 +48,6 @@ __all__ = ["DOORS", "Door", "Place", "measure_doors"]
 
 QUESTIONS = ("Why is the sky blue?", "Write a haiku about the sea.", "List the planets of the solar system.", "2 + 2 =")
 """Questions that a door answers in each call."""
-
-_PATIENCE = 300.0  # seconds until a server answers
 
 Call = Callable[[], list[str]]
 """Function that has a program answer all questions, and returns the answers."""
@@ -239,48 +234,21 @@ def _served(ours: bool) -> Callable[[Place], AbstractContextManager[Call]]:
 
     @contextlib.contextmanager
     def opened(place: Place) -> Iterator[Call]:
-        port = free_port("localhost", 0)
-        options = ["--port", str(port), "--dtype", place.dtype, "--device", "cpu"]
-        command = [sys.executable, "-m", "transformers.cli.transformers", "serve", place.folder, *options]
-        name = place.folder
-        if place.drafts and ours:
-            command = [sys.executable, "-m", "ssd_generation", "serve", place.folder, *options]
-            name = Path(place.folder).name
-        elif place.drafts:
-            command.append("--trust-remote-code")
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-            try:
-                url = f"http://localhost:{port}/v1"
-                _wait_for(f"{url}/models", server)
-                yield lambda: _by_two_clients(url, name, place.new_tokens)
-            finally:
-                server.terminate()
-                try:
-                    server.wait(timeout=30)
-                except subprocess.TimeoutExpired:
-                    server.kill()
+        is_ours = ours and place.drafts
+        command = ssd_serve(place.folder) if is_ours else transformers_serve(place.folder, place.drafts)
+        name = Path(place.folder).name if is_ours else place.folder
+        with served(command, place.dtype) as server:
+            yield lambda: _by_two_clients(server, name, place.new_tokens)
 
     return opened
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    ends = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=10):
-                return
-        except OSError as error:
-            if server.poll() is not None or time.monotonic() > ends:
-                raise RuntimeError(f"the server does not answer: {server.args!r}") from error
-            time.sleep(0.2)
-
-
-def _by_two_clients(url: str, name: str, new_tokens: int) -> list[str]:
+def _by_two_clients(server: Server, name: str, new_tokens: int) -> list[str]:
     answers: dict[str, str] = {}
 
     def ask(questions: Sequence[str]) -> None:
         for question in questions:
-            answers[question] = _streamed(url, name, question, new_tokens)
+            answers[question] = streamed(server, name, question, new_tokens)
 
     clients = [threading.Thread(target=ask, args=(QUESTIONS[number::2],)) for number in range(2)]
     for client in clients:
@@ -288,21 +256,6 @@ def _by_two_clients(url: str, name: str, new_tokens: int) -> list[str]:
     for client in clients:
         client.join()
     return [answers[question] for question in QUESTIONS]
-
-
-def _streamed(url: str, name: str, question: str, new_tokens: int) -> str:
-    messages = [{"role": "user", "content": question}]
-    asked = {"model": name, "messages": messages, "max_tokens": new_tokens, "temperature": 0, "stream": True}
-    request = urllib.request.Request(
-        f"{url}/chat/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-    )
-    pieces = []
-    with urllib.request.urlopen(request, timeout=_PATIENCE) as stream:
-        for line in stream:
-            found = re.fullmatch(rb"data: (\{.*\})\s*", line)
-            for choice in json.loads(found[1])["choices"] if found else ():
-                pieces.append(choice["delta"].get("content") or "")
-    return "".join(pieces)
 
 
 DOORS = (

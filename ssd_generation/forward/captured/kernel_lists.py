@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.nn import functional
 
 from ...native.ops.experts import NativeExperts
 from ...native.ops.kernels import NAMES, bits_of, flags, kernel
@@ -158,6 +159,8 @@ class _List:
                 raise _No
             fields = [weight.data_ptr(), columns, bits_of(args[2]), of_all // self.rows, stride]
             self._step(node, "norm", [x.operand()], tuple(x.like.shape), fields, weight)
+        elif target is functional.layer_norm:
+            self._layer_norm(captured, node)
         elif target is gated_silu:
             gates, up = (self._value(arg) for arg in args)
             (columns, stride), (_, up_stride) = (value.rows_and_stride(self.rows) for value in (gates, up))
@@ -188,6 +191,38 @@ class _List:
         else:
             raise _No
 
+    def _layer_norm(self, captured: CapturedPass, node: Any) -> None:
+        names = ("input", "normalized_shape", "weight", "bias", "eps")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        x, sizes = self._value(given["input"]), tuple(given["normalized_shape"])
+        columns = int(x.like.shape[-1])
+        of_all = x.like.numel() // columns
+        weights: list[torch.Tensor] = []
+        addresses = []
+        for name in ("weight", "bias"):
+            one = given.get(name)
+            if one is None:
+                addresses.append(0)
+                continue
+            weight = captured.constant(one)
+            if (
+                weight is None
+                or weight.dtype is not self.dtype
+                or tuple(weight.shape) != sizes
+                or not weight.is_contiguous()
+            ):
+                raise _No
+            weights.append(weight.detach())  # an alias, as `NativeLinear` holds
+            addresses.append(weight.data_ptr())
+        if sizes != (columns,) or of_all % self.rows:
+            raise _No
+        width, stride = x.rows_and_stride(of_all)
+        if width != columns:
+            raise _No
+        fields = [*addresses, columns, bits_of(given.get("eps", 1e-5)), of_all // self.rows, stride]
+        self._step(node, "layer_norm", [x.operand()], tuple(x.like.shape), fields, weights)
+        self.rounded.add(node.name)
+
     def _elementwise(self, captured: CapturedPass, node: Any, name: str) -> None:
         """Add an elementwise operation, a mean, or a copy."""
         args, shape, tokens_at = node.args, node.meta.get("shape"), node.meta.get("tokens at")
@@ -209,8 +244,8 @@ class _List:
             result, x = self._result(node, shape), self._operand(captured, args[0])
             self._add(node, mean_step(result, _part(x), tokens_at), result)
             return
-        elif name == "cat":
-            self._cat(captured, node)
+        elif name in ("cat", "stack"):
+            self._cat(captured, node, name == "stack")
             return
         elif name in ("contiguous", "reshape", "clone"):
             x = _part(self._operand(captured, args[0]))
@@ -234,8 +269,8 @@ class _List:
         result = self._result(node, shape)
         self._add(node, pointwise_step(what, result, operands, tokens_at), result)
 
-    def _cat(self, captured: CapturedPass, node: Any) -> None:
-        """Add the kernels that copy tensors next to each other in the last dimension."""
+    def _cat(self, captured: CapturedPass, node: Any, is_stack: bool) -> None:
+        """Add the kernels that copy tensors next to each other in the last dimension, or interleave them in it."""
         shape = node.meta["shape"]
         others = (*node.args[1:], *node.kwargs.values())
         if others not in ((-1,), (len(shape) - 1,)):
@@ -244,9 +279,10 @@ class _List:
         steps = []
         for arg in node.args[0]:
             x = _part(self._operand(captured, arg))
-            part = _Value(result.block, result.like[..., at : at + x.like.shape[-1]])
-            steps.append(pointwise_step("to", part, [x], node.meta["tokens at"]))
-            at += x.like.shape[-1]
+            size = 1 if is_stack else x.like.shape[-1]
+            place = result.like[..., at] if is_stack else result.like[..., at : at + size]
+            steps.append(pointwise_step("to", _Value(result.block, place), [x], node.meta["tokens at"]))
+            at += size
         self.steps += steps[:-1]
         self._add(node, steps[-1], result)
 

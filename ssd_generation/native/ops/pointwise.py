@@ -58,6 +58,10 @@ def pointwise_step(
     (groups, columns), (ways, *of_tensors) = _in_groups(shape, [result.like, *tensors], tokens_at)
     kinds: list[str] = []
     fields: list[int | Operand] = [result.operand(True), groups, columns, *ways[:2]]
+    kind_of_result = NAMES[result.like.dtype]
+    if ways[2] != 1 and columns > 1:
+        kind_of_result += ":s"
+        fields.append(ways[2])
     held: list[torch.Tensor] = []
     others = iter(of_tensors)
     for operand in operands:
@@ -69,8 +73,8 @@ def pointwise_step(
         dtype = operand.like.dtype if isinstance(operand, Part) else operand.dtype
         if dtype not in NAMES:
             raise NoKernel
-        kind = f"{NAMES[dtype]}:{'x' if isinstance(operand, Part) else 'w'}:{int(to_column == 1 or columns == 1)}"
-        kinds.append(kind)
+        is_one, has_steps = to_column == 1 or columns == 1, to_column not in (0, 1) and columns > 1
+        kinds.append(f"{NAMES[dtype]}:{'x' if isinstance(operand, Part) else 'w'}:{'s' if has_steps else int(is_one)}")
         if isinstance(operand, Part):
             fields += [operand.operand(), to_row, to_group]
         else:
@@ -78,9 +82,11 @@ def pointwise_step(
                 raise NoKernel
             held.append(operand)
             fields += [operand.data_ptr(), to_group]
+        if has_steps:
+            fields.append(to_column)
     if sum(2 if isinstance(entry, Operand) else 1 for entry in fields) > 30:
         raise NoKernel
-    address = kernel("pointwise", what, NAMES[result.like.dtype], *kinds)
+    address = kernel("pointwise", what, kind_of_result, *kinds)
     how = flags(max(1, result.like.numel() // _SHARE))
     return Step(what, address, how, fields, held)
 
@@ -101,7 +107,7 @@ def mean_step(result: Part, x: Part, tokens_at: tuple[int, int]) -> Step:
         raise NoKernel
     one = x.like[..., 0]
     # Groups of the mean are what columns are elsewhere: they follow each other in the result.
-    (outer, groups), (written, ways) = _in_groups(one.shape, [result.like[..., 0], one], tokens_at, of_columns=False)
+    (outer, groups), (written, ways) = _in_groups(one.shape, [result.like[..., 0], one], tokens_at)
     if outer != 1 or written[0] not in (0, groups) or (groups > 1 and written[2] != 1):
         raise NoKernel
     fields: list[int | Operand] = [result.operand(True), groups, columns, x.operand(), ways[0], ways[2]]
@@ -110,7 +116,7 @@ def mean_step(result: Part, x: Part, tokens_at: tuple[int, int]) -> Step:
 
 
 def _in_groups(
-    shape: torch.Size, tensors: Several[torch.Tensor], tokens_at: tuple[int, int], of_columns: bool = True
+    shape: torch.Size, tensors: Several[torch.Tensor], tokens_at: tuple[int, int]
 ) -> tuple[tuple[int, int], list[tuple[int, int, int]]]:
     """Return groups and columns into which a shape falls, and the strides of each tensor: to a row, a group, a column.
 
@@ -118,10 +124,9 @@ def _in_groups(
         shape: a shape.
         tensors: tensors of this shape.
         tokens_at: the dimension that grows with the tokens of a pass, and by how many elements for each.
-        of_columns: whether the stride from a column to the next must be 1 or 0, and that of the first tensor 1.
 
     Raises:
-        NoKernel: there are more dimensions than these, or other strides.
+        NoKernel: there are more dimensions than these.
     """
     at, each = tokens_at
     if not at < len(shape) or shape[at] % each:
@@ -146,8 +151,6 @@ def _in_groups(
     groups, columns = ([1, 1, *sizes])[-2:]
     pairs = [([0, 0, *one])[-2:] for one in ways]
     found = [(row, to_group, to_column) for row, (to_group, to_column) in zip(to_row, pairs, strict=True)]
-    if of_columns and columns > 1 and (found[0][2] != 1 or any(to_column not in (0, 1) for _, _, to_column in found)):
-        raise NoKernel
     return (groups, columns), found
 
 

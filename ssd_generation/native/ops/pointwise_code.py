@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..codegen.builder import FLOAT, FLOATS, LANES, STORED, Module, integer, splat
+from ..codegen.builder import FLOAT, FLOATS, LANES, STORED, Module, integer, least, splat
 
 __all__ = ["OPERATIONS", "pointwise_module"]
 
@@ -20,13 +20,15 @@ class _Pointwise(Module):
 
     Args:
         what: a name in `OPERATIONS`.
-        result: stored type of the result.
+        result: stored type of the result; with `:s` where its columns do not follow each other.
         operands: of each operand: its stored type; `x` for a tensor of the pass, `w` for a weight, `n` for a number;
-            and 1 where it has a number for each column, 0 where one serves all. They are joined by colons.
+            and 1 where it has a number for each column, `s` where these do not follow each other, 0 where one number
+            serves all. They are joined by colons.
     """
 
     def __init__(self, what: str, result: str, operands: tuple[str, ...]) -> None:
-        super().__init__("_".join(("pointwise", what, result, *operands)).replace(":", "_"), result)
+        stored, _, self._is_strided = result.partition(":")
+        super().__init__("_".join(("pointwise", what, result, *operands)).replace(":", "_"), stored)
         self._what = what
         self._operands = [tuple(operand.split(":")) for operand in operands]
 
@@ -35,49 +37,73 @@ class _Pointwise(Module):
 
         The record: result, groups, columns, its strides from a row to the next and from a group to the next; then of
         each tensor its place and such strides, of each weight its address and its stride from a group to the next, and
-        each number.
+        each number. Where columns do not follow each other, the stride from one to the next follows the other strides.
         """
         b, task = self.kernel()
         y, groups, columns = task.operand(b, 2), task.field(b, 4), task.field(b, 5)
         y_row, y_group = task.field(b, 6), task.field(b, 7)
-        at, operands = 8, []
+        at, operands, y_column = 8, [], None
+        if self._is_strided:
+            at, y_column = 9, task.field(b, 8)
         for stored, where, of_column in self._operands:
-            by_column = of_column == "1"
             if where == "n":
-                operands.append((None, self.spread(b, task.number(b, at)), None, "", False))
+                operands.append((None, self.spread(b, task.number(b, at)), None, "", None))
                 at += 1
-            elif where == "w":
-                operands.append((task.address(b, at), None, task.field(b, at + 1), stored, by_column))
+                continue
+            if where == "w":
+                address, to_row, to_group = task.address(b, at), None, task.field(b, at + 1)
                 at += 2
             else:
-                strides = task.field(b, at + 2), task.field(b, at + 3)
-                operands.append((task.operand(b, at), strides[0], strides[1], stored, by_column))
+                address, to_row, to_group = task.operand(b, at), task.field(b, at + 2), task.field(b, at + 3)
                 at += 4
+            to_column: Any = of_column
+            if of_column == "s":
+                to_column = task.field(b, at)
+                at += 1
+            operands.append((address, to_row, to_group, stored, to_column))
         pieces = b.sdiv(b.add(columns, integer(LANES - 1)), integer(LANES))
         first, end = task.share(b, b.mul(b.mul(task.entry(b, 0), groups), pieces))
         with self.loop(b, first, end, integer(1), []) as (item, _):
             of_all, column = b.sdiv(item, pieces), b.mul(b.srem(item, pieces), integer(LANES))
             row, group, left = b.sdiv(of_all, groups), b.srem(of_all, groups), b.sub(columns, column)
             values = []
-            for address, to_row, to_group, stored, by_column in operands:
+            for address, to_row, to_group, stored, to_column in operands:
                 if address is None:
                     values.append(to_row)
                     continue
                 place = b.mul(group, to_group)
                 if to_row is not None:
                     place = b.add(place, b.mul(row, to_row))
-                if by_column:
-                    place = b.add(place, column)
-                its = self.at(b, address, place, STORED[stored])
-                if by_column:
-                    values.append(self.floats(b, self.load(b, its, STORED[stored], left), stored))
-                else:
-                    one = self.load(b, its, STORED[stored], integer(1))
-                    values.append(self.spread(b, b.extract_element(self.floats(b, one, stored), integer(0))))
+                values.append(self._loaded(b, address, place, stored, to_column, column, columns))
             result = OPERATIONS[self._what](self, b, *values)
-            place = b.add(b.add(b.mul(row, y_row), b.mul(group, y_group)), column)
-            self.store_many(b, result, self.at(b, y, place, STORED[self.activation]), left)
+            place, kind = b.add(b.mul(row, y_row), b.mul(group, y_group)), STORED[self.activation]
+            if y_column is None:
+                self.store_many(b, result, self.at(b, y, b.add(place, column), kind), left)
+            else:
+                with self.loop(b, integer(0), least(b, left, integer(LANES)), integer(1), []) as (lane, _):
+                    its = self.at(b, y, b.add(place, b.mul(b.add(column, lane), y_column)), kind)
+                    self.store(b, b.extract_element(result, lane), its)
         b.ret_void()
+
+    def _loaded(self, b: Any, address: Any, place: Any, stored: str, to_column: Any, column: Any, columns: Any) -> Any:
+        """Load the numbers of 16 columns; `to_column` is a stride, "1", or "0" where one number serves all."""
+        kind = STORED[stored]
+        if to_column == "1":
+            its = self.at(b, address, b.add(place, column), kind)
+            return self.floats(b, self.load(b, its, kind, b.sub(columns, column)), stored)
+        if to_column == "0":
+            return self.spread(b, self._one(b, self.at(b, address, place, kind), stored))
+        found, last = splat(FLOAT, 0.0), b.sub(columns, integer(1))
+        for lane in range(LANES):
+            at = b.mul(least(b, b.add(column, integer(lane)), last), to_column)
+            one = self._one(b, self.at(b, address, b.add(place, at), kind), stored)
+            found = b.insert_element(found, one, integer(lane))
+        return found
+
+    def _one(self, b: Any, address: Any, stored: str) -> Any:
+        """Load one number as float32."""
+        loaded = self.load(b, address, STORED[stored], integer(1))
+        return b.extract_element(self.floats(b, loaded, stored), integer(0))
 
 
 def _gelu_tanh(module: Module, b: Any, x: Any) -> Any:
@@ -140,7 +166,7 @@ def pointwise_module(what: str, result: str, *operands: str) -> str:
 
     Args:
         what: a name in `OPERATIONS`; `"mean"`: the mean over columns instead.
-        result: `"float32"`, `"bfloat16"` or `"float16"`.
+        result: `"float32"`, `"bfloat16"` or `"float16"`, as in `_Pointwise`.
         operands: as in `_Pointwise`, such as `"bfloat16:x:1"`; of a mean, the stored type alone.
     """
     module = _Mean(result, *operands) if what == "mean" else _Pointwise(what, result, operands)

@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..codegen.builder import FLOAT, LANES, STORED, Module, Task, integer, least, splat
+from ..codegen.builder import ADDRESS, FLOAT, LANES, STORED, Module, Task, integer, least, splat
 
 __all__ = ["rows_module"]
 
@@ -46,6 +46,52 @@ class _Rows(Module):
                 scaled = b.fmul(self.activations(b, weight, k, left), normed)
                 self.store_many(b, scaled, self.at(b, its_y, k, self._kind), left)
         b.ret_void()
+
+    def layer_norm(self) -> None:
+        """Compute LayerNorm, w · (x − mean(x)) / √(var(x) + ε) + c (arXiv 1607.06450), in float32.
+
+        The record: x, y, the addresses of w and c, 0 for none, columns, ε, number of rows per row of the table, stride
+        from a row of x to the next. y has no gaps.
+        """
+        b, task = self.kernel()
+        x, y, weight, bias = task.operand(b, 2), task.operand(b, 4), task.field(b, 6), task.field(b, 7)
+        columns, epsilon, stride = task.field(b, 8), task.number(b, 9), task.field(b, 11)
+        first, end = task.share(b, b.mul(task.entry(b, 0), task.field(b, 10)))
+        count = b.sitofp(columns, FLOAT)
+        zeros, ones = splat(FLOAT, 0.0), splat(FLOAT, 1.0)
+        with self.loop(b, first, end, integer(1), []) as (row, _):
+            its_x = self.at(b, x, b.mul(row, stride), self._kind)
+            its_y = self.at(b, y, b.mul(row, columns), self._kind)
+            sums = [zeros]
+            with self.loop(b, integer(0), columns, integer(LANES), sums) as (k, carried):
+                carried[0] = b.fadd(carried[0], self.activations(b, its_x, k, b.sub(columns, k)))
+            mean = self.spread(b, b.fdiv(self.sum(b, sums[0]), count))
+            squares = [zeros]
+            with self.loop(b, integer(0), columns, integer(LANES), squares) as (k, carried):
+                left = b.sub(columns, k)
+                apart = b.fsub(self.activations(b, its_x, k, left), mean)
+                apart = b.select(self._first(b, left), apart, zeros)
+                carried[0] = self.fma(b, apart, apart, carried[0])
+            variance = b.fdiv(self.sum(b, squares[0]), count)
+            root = self.call(b, "llvm.sqrt.f32", FLOAT, b.fadd(variance, epsilon))
+            factor = self.spread(b, b.fdiv(ir.Constant(FLOAT, 1.0), root))
+            with self.loop(b, integer(0), columns, integer(LANES), []) as (k, _):
+                left = b.sub(columns, k)
+                value = b.fmul(b.fsub(self.activations(b, its_x, k, left), mean), factor)
+                scaled = self.fma(b, value, self._given(b, weight, k, left, ones), self._given(b, bias, k, left, zeros))
+                self.store_many(b, scaled, self.at(b, its_y, k, self._kind), left)
+        b.ret_void()
+
+    def _given(self, b: Any, address: Any, k: Any, left: Any, otherwise: Any) -> Any:
+        """Load numbers of a weight; `otherwise` where its address is 0."""
+        before = b.block
+        with b.if_then(b.icmp_signed("!=", address, integer(0))):
+            loaded = self.activations(b, b.inttoptr(address, ADDRESS), k, left)
+            inside = b.block
+        found = b.phi(loaded.type)
+        found.add_incoming(otherwise, before)
+        found.add_incoming(loaded, inside)
+        return found
 
     def gate(self) -> None:
         """Compute a gated activation, silu(gate) · up, with silu rounded first.
@@ -132,8 +178,8 @@ def rows_module(what: str, activation: str) -> str:
     """Return the text of a module whose kernel computes a norm, a gate, a sum, a multiple or a rotary embedding.
 
     Args:
-        what: `"norm"`, `"gate"`, `"add"`, `"scale"` or `"rotary"`; see the methods, whose records (`builder.Task`)
-            begin at 2.
+        what: `"norm"`, `"layer_norm"`, `"gate"`, `"add"`, `"scale"` or `"rotary"`; see the methods, whose records
+            (`builder.Task`) begin at 2.
         activation: `"float32"`, `"bfloat16"` or `"float16"`.
     """
     rows = _Rows(activation)

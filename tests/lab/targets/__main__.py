@@ -1,10 +1,11 @@
 """Write docs/quantised.md: one model in every form of its weights, quantised or with adapters, and how each drafts.
 
     python -m tests.lab.targets --model FOLDER [--gguf FILE] [--only NAME ...]
-                                               [--rows FOLDER] [-o docs/quantised.md]
+                                               [--folders] [--rows FOLDER] [-o docs/quantised.md]
 
 Each form's text with `self_speculative=` is compared with that of the same form without. A form whose library is not
-installed is left out, and the page says so. Nothing is timed. It takes minutes.
+installed is left out, and the page says so. With --folders each is also saved, exported, loaded by transformers, and
+served. Nothing is timed. It takes minutes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
     program = Program("targets", __doc__)
     program.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="a model in float32, as saved")
     program.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file of a model, for that form")
+    program.add_argument("--folders", action="store_true", help="try each form as a folder, too")
     program.add_page(f"forms, instead of all: {'; '.join(names)}")
     arguments = program.parsed(words)
     if not (arguments.model / "config.json").is_file():
@@ -67,6 +69,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 "model": str(arguments.model.resolve()),
                 "gguf": str(arguments.gguf.resolve()) if arguments.gguf else None,
                 "forms": [target.name for target in targets],
+                "folders": arguments.folders,
             }
             found, store = stack.enter_context(stored_rows(arguments.rows, what))
         except (OSError, ValueError) as error:
@@ -81,9 +84,10 @@ def main(words: Sequence[str] | None = None) -> None:
                 continue
             source = arguments.gguf if target.reads_gguf else arguments.model
             of_form = []
-            for row in try_target(target, str(source), prompts):
+            for row in try_target(target, str(source), prompts, arguments.model if arguments.folders else None):
                 of_form.append(row)
-                other = row.untried or {column: cell for column, cell in row.cells.items() if kind_of(cell) != "yes"}
+                cells = {**row.cells, **row.folders}
+                other = row.untried or {column: cell for column, cell in cells.items() if kind_of(cell) != "yes"}
                 print(f"{row.name}: {other or 'yes'}", file=sys.stderr, flush=True)
             store({"form": target.name, "rows": [asdict(row) for row in of_form]})
             rows += of_form

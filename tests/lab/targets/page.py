@@ -10,6 +10,7 @@ import torch
 from ssd_generation.support.machine import cpu_name
 
 from ..tables import Notes, as_markdown, counted, versions
+from .folders import FOLDERS
 from .trial import COLUMNS, NEW_TOKENS, Row
 
 __all__ = ["page"]
@@ -21,7 +22,7 @@ One model in every form in which its weights may be held: is its text with `self
 without? This page is written by a command; another machine or other versions may give another one:
 
 ```bash
-python -m tests.lab.targets --model FOLDER --gguf FILE -o docs/quantised.md
+python -m tests.lab.targets --model FOLDER --gguf FILE --folders -o docs/quantised.md
 ```
 
 The columns, {tokens} new tokens each. Low-bit copies are made of what a form's layers compute with, whatever they are
@@ -37,6 +38,11 @@ passes over 8 tokens lie from passes over one, in standard deviations of the log
 code as it is, and as it is run here; and what is done for each token by itself to that end. Attention costs little.
 Linear layers take nearly as long as so many steps, so that drafting hardly pays there ([limits.md](limits.md)).
 """
+
+_OF_FOLDERS = """\
+Each form saved by `save_pretrained`, and what programs make of the folder: `ssd export` and transformers'
+`from_pretrained(…, trust_remote_code=True)`, and `ssd serve`. They draft from int4 copies and lookup. What transformers
+spreads over devices or the disk (`device_map`) is a way of loading, which servers do not offer."""
 
 
 def page(rows: Sequence[Row], model: str, needed: Sequence[str] = ()) -> str:
@@ -73,6 +79,13 @@ def page(rows: Sequence[Row], model: str, needed: Sequence[str] = ()) -> str:
         "",
         *as_markdown(["form", *heads], table),
     ]
+    in_folders = [row for row in tried if row.folders]
+    if in_folders:
+        table = [
+            [row.name, *(notes.shown(row.folders[name], row.folders[name].rstrip("."), row.name) for name in FOLDERS)]
+            for row in in_folders
+        ]
+        lines += ["", "## As a folder", "", _OF_FOLDERS, "", *as_markdown(["form", *FOLDERS.values()], table)]
     if lines_of_notes := notes.lines("Forms"):
         lines += ["", "## Notes", "", *lines_of_notes]
     if untried := [row for row in rows if row.untried is not None]:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from transformers import DynamicCache
 
 from ssd_generation.config import Costs, DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ssd_generation.forward.eager.row_by_row import RowByRowPart, row_by_row
-from ssd_generation.generation import enable_self_speculative, why_no_drafts
+from ssd_generation.generation import disable_self_speculative, enable_self_speculative, why_no_drafts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 
 from ..tables import judged, short
+from .folders import try_folder
 from .forms import Target
 
 __all__ = ["COLUMNS", "NEW_TOKENS", "Row", "try_target"]
@@ -50,6 +52,7 @@ class Row:
         apart: largest distance of the logits of passes over 8 tokens from those of passes over one, in standard
             deviations: with the model as it is, and with those parts run separately.
         drafted: numbers of drafted tokens by column.
+        folders: outcomes by column of `folders.FOLDERS`, where these were tried.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Row:
     alone: str | None = None
     apart: tuple[float, float] | None = None
     drafted: dict[str, int] = field(default_factory=dict)
+    folders: dict[str, str] = field(default_factory=dict)
 
 
 def _requests(layers: int) -> dict[str, tuple[Any, dict[str, Any], bool]]:
@@ -84,13 +88,16 @@ def _requests(layers: int) -> dict[str, tuple[Any, dict[str, Any], bool]]:
     }
 
 
-def try_target(target: Target, source: str, prompts: Sequence[dict[str, torch.Tensor]]) -> Iterator[Row]:
+def try_target(
+    target: Target, source: str, prompts: Sequence[dict[str, torch.Tensor]], of_tokenizer: Path | None = None
+) -> Iterator[Row]:
     """Load a form and compare its self-speculative texts with its plain ones.
 
     Args:
         target: form of the weights.
         source: folder of the model, or the GGUF file.
         prompts: arguments of `generate` with the prompt: those of a single text, and those of a batch.
+        of_tokenizer: folder with the tokenizer, to try the form as a folder as well.
 
     Yields:
         A row for each state, which reports what goes wrong; nothing is raised.
@@ -111,6 +118,8 @@ def try_target(target: Target, source: str, prompts: Sequence[dict[str, torch.Te
         try:
             caller = change(caller)
             _try_state(caller, row, prompts)
+            if of_tokenizer is not None:
+                row.folders = try_folder(disable_self_speculative(caller), of_tokenizer)
         except Exception as error:
             row.untried = short(f"{type(error).__name__}: {error}")
         yield row
