@@ -70,7 +70,7 @@ REFUSALS = {
     **dict.fromkeys(FAMILIES),
     **dict.fromkeys(("bloom", "bloom-post-residual", "mpt"), OWN_ATTENTION),
     **dict.fromkeys(("gemma2", "gemma3", "gpt_oss", "mistral", "qwen2-sliding"), SLIDING),
-    "falcon-alibi": "gives different logits",
+    "falcon-alibi": "mask",
     "llama4": "chunked",
 }
 
@@ -297,13 +297,13 @@ def test_attention_has_no_gaps(monkeypatch: pytest.MonkeyPatch, model: PreTraine
     # Some models view the result as rows of all heads.
     original = capture.own_attention
 
-    def viewing(make: Callable[..., Any], has_masks: bool) -> Any:
+    def viewing(make: Callable[..., Any], own_mask: Any) -> Any:
         function = make(None)
         return original(
             lambda _: (
                 lambda *args, **kwargs: (lambda out, w: (out.view(*out.shape[:2], -1), w))(*function(*args, **kwargs))
             ),
-            has_masks,
+            own_mask,
         )
 
     monkeypatch.setattr(capture, "own_attention", viewing)
@@ -618,14 +618,14 @@ def test_two_threads_that_record() -> None:
     found: list[Any] = []
 
     def second() -> None:
-        with capture.own_attention(lambda _: lambda *args: "the second one's", has_masks=False):
+        with capture.own_attention(lambda _: lambda *args: "the second one's", lambda *_: None):
             first_left.wait(60)
             found.append(functions["sdpa"]())
             done.set()
             leave.wait(60)
 
     # The first runs in this thread, so that this thread's attention can be checked afterwards.
-    with capture.own_attention(lambda _: lambda *args: "the first one's", has_masks=False):
+    with capture.own_attention(lambda _: lambda *args: "the first one's", lambda *_: None):
         other_thread = threading.Thread(target=second)
         other_thread.start()
         other_thread.join(0.1)  # it is waiting for the first by now

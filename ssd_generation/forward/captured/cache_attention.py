@@ -14,7 +14,7 @@ from ...cache.buffered_layers import BufferedLayer, BufferedStatesLayer
 from ...cache.recurrent import PassStates, has_no_keys
 from ...native.cache_table import ONE_TEXT, LayerPlace, TextPlace, cache_table
 
-__all__ = ["CacheAttention", "attended", "live_layers"]
+__all__ = ["CacheAttention", "attended", "attended_latents", "live_layers"]
 
 
 _NO_STATES = PassStates([])
@@ -51,6 +51,34 @@ def attended(
         scores = torch.cat((scores, sinks.float()[None, :, :, None]), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
     return torch.matmul(weights.to(values.dtype), values)
+
+
+def attended_latents(
+    query: torch.Tensor,
+    query_rotated: torch.Tensor,
+    latents: torch.Tensor,
+    rotated: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Compute sums of latents, weighted by attention, by torch.
+
+    Args:
+        query: `(H, n, R)`.
+        query_rotated: `(H, n, D)`.
+        latents: `(slots, R)`.
+        rotated: `(slots, D)`.
+        mask: additive mask `(n, slots)`, or `None`.
+        scaling: the scale.
+
+    Returns:
+        `(H, n, R)`.
+    """
+    scores = torch.matmul(query.to(latents.dtype), latents.T) + torch.matmul(query_rotated.to(rotated.dtype), rotated.T)
+    scores = scores.float() * scaling
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(torch.softmax(scores, dim=-1).to(latents.dtype), latents)
 
 
 class CacheAttention:
@@ -192,13 +220,11 @@ class CacheAttention:
             buffer.narrow(2, at, count).copy_(given[:, :, :count])
         rows = []
         for place in range(count):  # each token by itself, so that its bits depend on nothing else in the pass
-            latents, keys = (buffer[0, 0, : at + place + 1] for buffer in held)
-            scores = torch.matmul(query[0, :, place].to(latents.dtype), latents.T)
-            scores = scores + torch.matmul(query_rotated[0, :, place].to(keys.dtype), keys.T)
-            weights = torch.softmax(scores.float() * scaling, dim=-1).to(latents.dtype)
-            rows.append(torch.matmul(weights, latents))
+            own, seen = slice(place, place + 1), at + place + 1
+            latents, keys = (buffer[0, 0, :seen] for buffer in held)
+            rows.append(attended_latents(query[0, :, own], query_rotated[0, :, own], latents, keys, None, scaling))
         rows += rows[-1:] * (width - count)
-        return torch.stack(rows, dim=1)[None]
+        return torch.cat(rows, dim=1)[None]
 
 
 def live_layers(cache: Cache, skipped: frozenset[int]) -> list[BufferedLayer] | None:

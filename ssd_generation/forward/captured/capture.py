@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,18 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
         or (name.endswith("_") and not name.endswith("__"))
         or (name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"))
     )
+
+
+def _is_index(entry: Any) -> bool:
+    """Tell whether an entry of an index is a list of numbers."""
+    return isinstance(entry, list) and bool(entry) and all(type(number) is int for number in entry)
+
+
+@lru_cache(maxsize=256)
+def _index(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return indices as a tensor, the same one in each capture."""
+    with torch._C.DisableTorchFunction():
+        return torch.tensor(numbers, device=device)
 
 
 def _storages(tree: Any) -> set[int]:
@@ -267,6 +279,10 @@ class _Capture(TorchFunctionMode):
             target, args = getattr, (args[0], func.__self__.__name__)
         elif target is getattr(torch.Tensor, name, None):
             op, target = "call_method", name
+        if target is operator.getitem and isinstance(args[1], tuple):
+            # torch would make a tensor of a list of indices in each pass, which no CUDA graph may.
+            entries = [_index(tuple(one), args[0].device) if _is_index(one) else one for one in args[1]]
+            args = (args[0], tuple(entries))
         is_view = not _storages(result).isdisjoint(_storages((args, kwargs)))
         made = self.graph.create_node(op, target, *map_aggregate((args, kwargs), self.argument))
         self.noted(made, result, writes, is_view)
@@ -307,12 +323,14 @@ _LOCK = ForkSafeRLock()
 
 
 @contextmanager
-def own_attention(make: Callable[[Callable[..., Any]], Callable[..., Any]], has_masks: bool) -> Iterator[None]:
+def own_attention(
+    make: Callable[[Callable[..., Any]], Callable[..., Any]], own_mask: Callable[..., Any] | None = None
+) -> Iterator[None]:
     """Replace this thread's sdpa attention by a function of this library; other threads see no difference.
 
     Args:
         make: makes the replacement from the original function.
-        has_masks: whether the replacement is given masks.
+        own_mask: function that makes masks, also of eager attention; `None`: transformers' own.
     """
     owner = threading.get_ident()
     attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
@@ -321,10 +339,12 @@ def own_attention(make: Callable[[Callable[..., Any]], Callable[..., Any]], has_
         return (function if threading.get_ident() == owner else original)(*args, **kwargs)
 
     def mask(name: str, *args: Any, **kwargs: Any) -> Any:
-        return None if threading.get_ident() == owner else original_masks[name](*args, **kwargs)
+        if own_mask is not None and threading.get_ident() == owner:
+            return own_mask(*args, **kwargs)
+        return original_masks[name](*args, **kwargs)
 
     places: list[tuple[Any, str, Any]] = [(attention._local_mapping, "sdpa", forward)]
-    if not has_masks:
+    if own_mask is not None:
         places += [(masks._local_mapping, name, partial(mask, name)) for name in ("sdpa", "eager")]
     with _LOCK:
         # Looked up here: earlier, it may be that of another thread's capture.
@@ -374,6 +394,7 @@ def capture_pass(
     capture = _Capture({id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())})
     keys: dict[int, tuple[int, Any, Any]] = {}
     expanded: dict[int, Expanded] = {}  # by id of the keys
+    masks: list[torch.Tensor] = []
     of_states, without_keys = {place.layer for place in states}, layers_without_keys(model) if states else ()
     layers: list[Any] = [
         PretendLayer(index, CacheLength(behind, length), keys) for index in range(int(config.num_hidden_layers))
@@ -382,6 +403,14 @@ def capture_pass(
         beside = None if index in without_keys else layers[index]
         layers[index] = pretend_states(index, beside, states, length, capture.states)
     cache = Cache(layers=layers)
+
+    def mask(*_: Any, allow_is_causal_skip: bool = True, **__: Any) -> torch.Tensor | None:
+        """Return a mask that the attention recognises where the model needs one, to compute another from it."""
+        if allow_is_causal_skip:
+            return None
+        with torch._C.DisableTorchFunction():
+            masks.append(torch.zeros((1, 1, length, behind + length), device=device))
+        return masks[-1]
 
     def attention(
         module: nn.Module,
@@ -405,6 +434,8 @@ def capture_pass(
         if layer < len(windows) and windows[layer] is not None and kwargs.get("sliding_window") == windows[layer]:
             kwargs["sliding_window"] = None
         odd = [name for name in unknown if kwargs.get(name) is not None]
+        if any(attention_mask is known for known in masks):
+            attention_mask = None
         if odd or attention_mask is not None or dropout or is_causal is False:
             raise CannotCapture(f"an unsupported attention ({', '.join(odd) or 'mask, dropout or not causal'})")
         if s_aux is not None and tuple(s_aux.shape) != (query.shape[1],):
@@ -413,7 +444,7 @@ def capture_pass(
             raise CannotCapture("an attention with unsupported shapes")
         if of_latents is not None:
             is_windowed = layer < len(windows) and windows[layer] is not None
-            if softcap is not None or s_aux is not None or is_windowed or device.type != "cpu":
+            if softcap is not None or s_aux is not None or is_windowed:
                 raise CannotCapture("an unsupported attention (latents)")
             with torch._C.DisableTorchFunction():
                 return attend_latents(of_latents, query, keys[id(key)], keys[id(value)], scaling), None
@@ -440,7 +471,8 @@ def capture_pass(
         """Make the node of attention whose function the model calls itself; `None` where it is over other keys."""
         if id(key) not in keys:
             return None
-        result, _ = attention(model, query, key, value, attn_mask, dropout_p, scale, is_causal or length == 1)
+        is_causal = is_causal or length == 1 or attn_mask is not None
+        result, _ = attention(model, query, key, value, attn_mask, dropout_p, scale, is_causal)
         with torch._C.DisableTorchFunction():
             turned = result.transpose(1, 2)
             made = capture.graph.call_method("transpose", (capture.argument(result), 1, 2))
@@ -536,7 +568,7 @@ def capture_pass(
         SkipMode(model, SkipConfig(), patched) if patched else nullcontext(),
         own_steps(its_states, lambda name, function: partial(step, name, function)) if its_states else nullcontext(),
         torch.inference_mode(),
-        own_attention(lambda original: attention, has_masks=False),
+        own_attention(lambda original: attention, mask),
         own_functions(its_attention, EAGER, lambda name, original: attention) if its_attention else nullcontext(),
         own_methods(modules_with(model, EXPANSION), EXPANSION, lambda module: partial(expand, module)),
         own_methods(modules_with(model, _WARNING), _WARNING, lambda module: lambda *_, **__: None),

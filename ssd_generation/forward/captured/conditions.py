@@ -89,7 +89,7 @@ def why_not_on(
     """Return why passes are not captured on a device; `elsewhere` where a weight is not on it."""
     implementation = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     if implementation != "sdpa" and not has_states_alone(model):
-        if implementation != "eager" or device.type != "cpu":
+        if implementation != "eager":
             return "its attention implementation is not sdpa"
         if not layers_that_attend(model):
             return "its attention is code of its own, not called through transformers' interface"

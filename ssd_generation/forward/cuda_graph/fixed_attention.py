@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.nn import functional
 
 from ...cache.arena import Arena
+from ..captured.cache_attention import attended, attended_latents
 
 __all__ = ["FixedAttention"]
 
@@ -66,23 +65,41 @@ class FixedAttention:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write keys and values into the slots and attend, as in `fx_graph.Attention`; without caps or sinks."""
-        assert softcap is None and sinks is None, "such passes are not captured on a GPU"
-        keys, values = self._keys[layer], self._values[layer]
-        keys.index_copy_(2, self._slots, key.to(keys.dtype))
-        values.index_copy_(2, self._slots, value.to(values.dtype))
+        """Write keys and values into the slots and attend, as in `fx_graph.Attention`."""
+        keys, values = self._written(layer, key, value)
         heads, count = query.shape[1], query.shape[2]
         kv_heads = keys.shape[1]
         groups = heads // kv_heads
-        result = functional.scaled_dot_product_attention(
+        if sinks is not None:
+            sinks = sinks.repeat_interleave(count).view(kv_heads, groups * count)
+        result = attended(
             query.to(keys.dtype).reshape(1, kv_heads, groups * count, -1),
-            keys.narrow(2, 0, self._bucket),
-            values.narrow(2, 0, self._bucket),
-            attn_mask=self._mask(self._windows[layer], groups, keys.dtype),
-            scale=scaling,
+            keys,
+            values,
+            self._mask(self._windows[layer], groups, keys.dtype),
+            scaling,
+            softcap,
+            sinks,
         )
         return result.reshape(1, heads, count, -1).transpose(1, 2).contiguous()
 
-    def attend_latents(self, *_: Any) -> torch.Tensor:
-        """Raise: passes with latents are not captured on a GPU."""
-        raise NotImplementedError
+    def attend_latents(
+        self,
+        query: torch.Tensor,
+        query_rotated: torch.Tensor,
+        latent: torch.Tensor,
+        rotated: torch.Tensor,
+        layer: int,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Write latents and rotated keys into the slots and attend, as in `fx_graph.Attention`."""
+        latents, keys = (held[0, 0] for held in self._written(layer, latent, rotated))
+        mask = self._mask(self._windows[layer], 1, latents.dtype)
+        return attended_latents(query[0], query_rotated[0], latents, keys, mask, scaling)[None]
+
+    def _written(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values into the slots; return those of the bucket."""
+        keys, values = self._keys[layer], self._values[layer]
+        keys.index_copy_(2, self._slots, key.to(keys.dtype))
+        values.index_copy_(2, self._slots, value.to(values.dtype))
+        return keys.narrow(2, 0, self._bucket), values.narrow(2, 0, self._bucket)

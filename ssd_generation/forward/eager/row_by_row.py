@@ -158,7 +158,7 @@ def row_by_row(model: PreTrainedModel, texts: int) -> Iterator[None]:
         with SkipMode(model, SkipConfig(), [patch for layer in _state_layers(model) for patch in layer.patches()]):
             yield
         return
-    with own_attention(_token_by_token, has_masks=True):
+    with own_attention(_token_by_token):
         if what == ATTENTION:
             yield
             return
