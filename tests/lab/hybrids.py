@@ -1,9 +1,9 @@
-"""Models with recurrent states: time of whole calls and of prompts, with random weights.
+"""Models with recurrent states, or with latents, caps or sinks in attention: time of whole calls and of prompts.
 
     python -m tests.lab.hybrids [--only NAME ...] [--dtype bfloat16] [--new-tokens 64] [--prompt 16] [--repeats 5]
                                                 [--json]
 
-Weights are random, so drafts would not be accepted: whole calls show what faster passes gain. Prompts are read by
+By default those with states. Weights are random, so drafts would not be accepted: whole calls show what faster passes gain. Prompts are read by
 transformers' own pass and by this library's, of 64 and 512 tokens.
 """
 
@@ -31,7 +31,7 @@ from .random_models import random_model
 from .side_by_side import compare, drafting_methods, greedy_options, with_range
 from .tables import as_markdown, versions
 
-__all__ = ["SHAPES", "main", "measure_prompts"]
+__all__ = ["ATTENTIONS", "SHAPES", "main", "measure_prompts"]
 
 _ATTENTION: dict[str, Any] = {
     "hidden_size": 1024,
@@ -58,6 +58,29 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 128,
 }
 _TWELVE = {"num_hidden_layers": 12}
+
+ATTENTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V3, dense": (
+        "deepseek_v3",
+        {
+            **_ATTENTION,
+            **_TWELVE,
+            "num_key_value_heads": 16,
+            "first_k_dense_replace": 12,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 768,
+        },
+    ),
+    "Gemma 2": ("gemma2", {**_ATTENTION, **_TWELVE, "head_dim": 128, "num_attention_heads": 8, "sliding_window": 1024}),
+    "gpt-oss": (
+        "gpt_oss",
+        {**_ATTENTION, **_TWELVE, "head_dim": 64, "intermediate_size": 512, "num_local_experts": 16},
+    ),
+}
+"""Shapes of models without states, by name."""
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 3.5": ("qwen3_5_text", {**_ATTENTION, **_DELTA, **_TWELVE}),
@@ -171,7 +194,7 @@ def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[di
 
 
 def _measured(name: str, arguments: Namespace) -> dict[str, Any]:
-    model = random_model(*SHAPES[name], getattr(torch, arguments.dtype))
+    model = random_model(*{**SHAPES, **ATTENTIONS}[name], getattr(torch, arguments.dtype))
     enable_self_speculative(model)
     generator = torch.Generator(device="cpu").manual_seed(1)
     ids = torch.randint(3, model.config.vocab_size, (1, arguments.prompt), generator=generator, device="cpu")
@@ -212,7 +235,9 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command line; `None` for that of the process.
     """
     program = Program("hybrids", __doc__)
-    program.add_argument("--only", nargs="+", metavar="NAME", choices=SHAPES, default=list(SHAPES), help="these shapes")
+    program.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[*SHAPES, *ATTENTIONS], default=list(SHAPES), help="these shapes"
+    )
     program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     program.add_counts(new_tokens=64, prompt=16, repeats=5)
     program.add_json()
