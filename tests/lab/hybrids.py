@@ -3,8 +3,8 @@
     python -m tests.lab.hybrids [--only NAME ...] [--dtype bfloat16] [--new-tokens 64] [--prompt 16] [--repeats 5]
                                                 [--json]
 
-By default those with states. Weights are random, so drafts would not be accepted: whole calls show what faster passes gain. Prompts are read by
-transformers' own pass and by this library's, of 64 and 512 tokens.
+By default those with states. Weights are random, so drafts would not be accepted: whole calls show what faster passes
+gain. Prompts are read by transformers' own pass and by this library's, of 64 and 512 tokens.
 """
 
 from __future__ import annotations
