@@ -24,6 +24,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lab.served import served, transformers_serve
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, SpeculationStatistics
 from ssd_generation.cli.serve import _in_url, _way
 from ssd_generation.serving import requests as served_requests
@@ -362,28 +363,34 @@ def _ask_and_be_left(server: Server, options: dict[str, Any]) -> None:
         pass
 
 
+COUNTED = """
+
+_generate = generate
+
+
+def generate(*inputs, model, **arguments):
+    output = _generate(*inputs, model=model, **arguments)
+    with open({file!r}, "a") as file:
+        print(model.last_speculation.drafted_tokens, file=file)
+    return output
+"""
+
+
 @integrations
 def test_transformers_serve_drafts_from_an_exported_folder(
     ssd: Callable[..., Run], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]
 ) -> None:
     for package in ("uvicorn", "fastapi", "openai"):
         pytest.importorskip(package)
-    from transformers.cli.serve import Serve
-
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
     CONFIG.save_pretrained(tmp_path / "config")
-    out = str(tmp_path / "out")
-    assert ssd("export", folder, out, "--config", str(tmp_path / "config")).status == 0
-    port = free_port("localhost", 0)
-    serve = Serve(force_model=out, port=port, device="cpu", trust_remote_code=True, non_blocking=True)
-    try:
-        address: Any = SimpleNamespace(url=f"http://localhost:{port}/v1")
-        while not serve.server.started:
-            time.sleep(0.05)
-        done = client(address).chat.completions.create(**{**asked("a river"), "model": out})
-        assert done.choices[0].message.content == answers["a river"]
-        (timed,) = serve._model_manager.loaded_models.values()
-        assert timed.model.last_speculation.drafted_tokens > 0
-    finally:
-        serve.kill_server()
+    out, counts = tmp_path / "out", tmp_path / "counts"
+    assert ssd("export", folder, str(out), "--config", str(tmp_path / "config")).status == 0
+    with open(out / "custom_generate" / "generate.py", "a") as file:
+        file.write(COUNTED.format(file=str(counts)))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    # In a process of its own: what other programs' tests leave behind is not in it.
+    with served(transformers_serve(str(out), runs_code=True), "float32") as server:
+        address: Any = SimpleNamespace(url=server.url)
+        done = client(address).chat.completions.create(**{**asked("a river"), "model": str(out)})
+    assert done.choices[0].message.content == answers["a river"]
+    assert int(counts.read_text()) > 0
