@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,8 @@ class Target:
         needs: packages that it needs.
         states: states of a model with adapters: functions by name that bring the model to them.
         reads_gguf: whether it is loaded from a GGUF file.
+        has_folder: whether a folder stores the form; how a model is spread over devices or the disk is chosen as it is
+            loaded.
     """
 
     name: str
@@ -32,6 +36,7 @@ class Target:
     needs: tuple[str, ...] = ()
     states: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     reads_gguf: bool = False
+    has_folder: bool = True
 
 
 def _load(folder: str, **options: Any) -> Any:
@@ -100,6 +105,30 @@ def _compressed(bits: int) -> Callable[[str], Any]:
 
 def _gguf(file: str) -> Any:
     return _load(str(Path(file).parent), gguf_file=Path(file).name, dtype=torch.float32)
+
+
+def _offloaded(where: str) -> Callable[[str], Any]:
+    """Return a maker of a model whose weights lie elsewhere while they are not used: in memory, or on the disk."""
+
+    def make(folder: str) -> Any:
+        import accelerate
+
+        if where == "memory":
+            return accelerate.cpu_offload(_load(folder, dtype=torch.float32), execution_device="cpu")
+        kept = tempfile.mkdtemp(prefix="offloaded-")
+        model = _on_the_disk(folder, kept) if where == "map" else _load(folder, dtype=torch.float32)
+        weakref.finalize(model, shutil.rmtree, kept, ignore_errors=True)
+        return model if where == "map" else accelerate.disk_offload(model, kept, execution_device="cpu")
+
+    return make
+
+
+def _on_the_disk(folder: str, kept: str) -> Any:
+    """Load a model with every other layer on the disk."""
+    layers = transformers.AutoConfig.from_pretrained(folder).num_hidden_layers
+    places = {f"model.layers.{layer}": "disk" if layer % 2 else "cpu" for layer in range(layers)}
+    others = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    return _load(folder, dtype=torch.float32, device_map={**others, **places}, offload_folder=kept)
 
 
 def _with_adapters(make: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -193,6 +222,9 @@ TARGETS = [
     Target("quanto int8", _quantised(_F32, lambda: transformers.QuantoConfig(weights="int8")), ("optimum-quanto",)),
     Target("quanto int4", _quantised(_F32, lambda: transformers.QuantoConfig(weights="int4")), ("optimum-quanto",)),
     Target("GGUF file, dequantised by transformers", _gguf, ("gguf",), reads_gguf=True),
+    Target("offloaded to memory (accelerate)", _offloaded("memory"), ("accelerate",), has_folder=False),
+    Target("offloaded to the disk (accelerate)", _offloaded("disk"), ("accelerate",), has_folder=False),
+    Target("every other layer on the disk (`device_map`)", _offloaded("map"), ("accelerate",), has_folder=False),
     Target("LoRA on float32", _with_adapters(_float32), ("peft",), _STATES),
     Target("LoRA on torchao int8", _with_adapters(_AO8), ("peft", *_AO), {"on": _use("first"), "off": _off}),
     Target(

@@ -41,8 +41,8 @@ Linear layers take nearly as long as so many steps, so that drafting hardly pays
 
 _OF_FOLDERS = """\
 Each form saved by `save_pretrained`, and what programs make of the folder: `ssd export` and transformers'
-`from_pretrained(…, trust_remote_code=True)`, and `ssd serve`. They draft from int4 copies and lookup. What transformers
-spreads over devices or the disk (`device_map`) is a way of loading, which servers do not offer."""
+`from_pretrained(…, trust_remote_code=True)`, and `ssd serve`. They draft from int4 copies and lookup. What is spread
+over devices or the disk is spread as it is loaded, which servers do not offer."""
 
 
 def page(rows: Sequence[Row], model: str, needed: Sequence[str] = ()) -> str:

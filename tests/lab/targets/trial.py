@@ -118,7 +118,7 @@ def try_target(
         try:
             caller = change(caller)
             _try_state(caller, row, prompts)
-            if of_tokenizer is not None:
+            if of_tokenizer is not None and target.has_folder:
                 row.folders = try_folder(disable_self_speculative(caller), of_tokenizer)
         except Exception as error:
             row.untried = short(f"{type(error).__name__}: {error}")
