@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cache import buffered_layers as cache
-from ssd_generation.forward.captured import capture
+from ssd_generation.forward.captured import model_calls, replacing
 from ssd_generation.forward.captured.capture import CannotCapture, capture_pass
 from ssd_generation.forward.captured.conditions import why_not_captured
 from ssd_generation.forward.captured.fx_graph import CapturedPass, at_length, of_any_length, same_pass
@@ -295,7 +295,7 @@ def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPa
 
 def test_attention_has_no_gaps(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     # Some models view the result as rows of all heads.
-    original = capture.own_attention
+    original = replacing.own_attention
 
     def viewing(make: Callable[..., Any], own_mask: Any) -> Any:
         function = make(None)
@@ -306,7 +306,7 @@ def test_attention_has_no_gaps(monkeypatch: pytest.MonkeyPatch, model: PreTraine
             own_mask,
         )
 
-    monkeypatch.setattr(capture, "own_attention", viewing)
+    monkeypatch.setattr(model_calls, "own_attention", viewing)
     passes = CapturedPasses(model)
     assert passes.program(1) is not None and passes.program(5) is not None
 
@@ -618,14 +618,14 @@ def test_two_threads_that_record() -> None:
     found: list[Any] = []
 
     def second() -> None:
-        with capture.own_attention(lambda _: lambda *args: "the second one's", lambda *_: None):
+        with replacing.own_attention(lambda _: lambda *args: "the second one's", lambda *_: None):
             first_left.wait(60)
             found.append(functions["sdpa"]())
             done.set()
             leave.wait(60)
 
     # The first runs in this thread, so that this thread's attention can be checked afterwards.
-    with capture.own_attention(lambda _: lambda *args: "the first one's", lambda *_: None):
+    with replacing.own_attention(lambda _: lambda *args: "the first one's", lambda *_: None):
         other_thread = threading.Thread(target=second)
         other_thread.start()
         other_thread.join(0.1)  # it is waiting for the first by now

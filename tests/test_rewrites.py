@@ -17,8 +17,9 @@ from ssd_generation import PrecisionConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cache.buffered_layers import add_buffers
 from ssd_generation.forward.captured import passes, rewrites
 from ssd_generation.forward.captured.cache_attention import CacheAttention
-from ssd_generation.forward.captured.capture import _Capture, capture_pass
+from ssd_generation.forward.captured.capture import capture_pass
 from ssd_generation.forward.captured.fx_graph import CapturedPass, compile_pass
+from ssd_generation.forward.captured.recording import Recording
 from ssd_generation.forward.captured.rewrites import (
     fuse_norms,
     fuse_rotary,
@@ -262,7 +263,7 @@ def arguments(seed: int, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor
 
 def traced(function: Function, width: int = WIDTH) -> CapturedPass:
     """Return the graph of a function of two tensors, in place of a pass's ids and positions."""
-    capture = _Capture({})
+    capture = Recording({})
     a, b = arguments(0, width)
     capture.input("ids", a)
     capture.input("positions", b)

@@ -11,11 +11,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .state_steps import StatePlace
 
-__all__ = ["CacheLength", "CannotCapture", "PretendLayer", "pretend_states"]
+__all__ = ["CacheLength", "CannotCapture", "HeldKeys", "PretendLayer", "pretend_states"]
 
 
 class CannotCapture(Exception):
     """This pass cannot be captured; the message says why."""
+
+
+HeldKeys = dict[int, tuple[int, Any, Any]]
+"""Keys and values that a cache returned, by id: their layer, the tensor, and the one that it was given."""
 
 
 class CacheLength(int):
@@ -49,7 +53,7 @@ class PretendLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, index: int, length: int, keys: dict[int, tuple[int, Any, Any]]) -> None:
+    def __init__(self, index: int, length: int, keys: HeldKeys) -> None:
         super().__init__()
         self.index = index
         self.length = length

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers import masking_utils, modeling_utils
 
 from ...support.forks import ForkSafeRLock, undone_in_child
 from ...support.structure import modules_of
 
-__all__ = ["layers_that_call", "modules_with", "own_functions", "own_methods"]
+__all__ = ["layers_that_call", "modules_with", "own_attention", "own_functions", "own_methods"]
 
 
 @functools.lru_cache(maxsize=256)
@@ -103,6 +104,52 @@ def own_methods(modules: Sequence[nn.Module], name: str, make: Callable[[Any], C
             try:
                 for module, (attributes, original, _) in zip(modules, places, strict=True):
                     attributes[name] = _guarded(make(module), original)
+                yield
+            finally:
+                restore()
+
+
+@contextmanager
+def own_attention(
+    make: Callable[[Callable[..., Any]], Callable[..., Any]], own_mask: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Replace this thread's sdpa attention by a function of this library; other threads see no difference.
+
+    Args:
+        make: makes the replacement from the original function.
+        own_mask: function that makes masks, also of eager attention; `None`: transformers' own.
+    """
+    owner = threading.get_ident()
+    attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (function if threading.get_ident() == owner else original)(*args, **kwargs)
+
+    def mask(name: str, *args: Any, **kwargs: Any) -> Any:
+        if own_mask is not None and threading.get_ident() == owner:
+            return own_mask(*args, **kwargs)
+        return original_masks[name](*args, **kwargs)
+
+    places: list[tuple[Any, str, Any]] = [(attention._local_mapping, "sdpa", forward)]
+    if own_mask is not None:
+        places += [(masks._local_mapping, name, functools.partial(mask, name)) for name in ("sdpa", "eager")]
+    with _LOCK:
+        # Looked up here: earlier, it may be that of another thread's capture.
+        original, original_masks = attention["sdpa"], {name: masks[name] for name in ("sdpa", "eager")}
+        function = make(original)
+        before = [mapping.get(name) for mapping, name, _ in places]
+
+        def restore() -> None:
+            for (mapping, name, _), known in zip(places, before, strict=True):
+                if known is None:
+                    mapping.pop(name, None)
+                else:
+                    mapping[name] = known
+
+        with undone_in_child(restore):
+            try:
+                for mapping, name, replacement in places:
+                    mapping[name] = replacement
                 yield
             finally:
                 restore()

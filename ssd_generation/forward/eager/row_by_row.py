@@ -22,7 +22,7 @@ from torch import nn
 
 from ...config import SkipConfig
 from ...support.model_state import Part, state_of
-from ..captured.capture import own_attention
+from ..captured.replacing import own_attention
 from ..structure.linears import features, is_foreign, linears, mixes_rows, rounds_activations
 from ..structure.skip_mode import SkipMode, forward_of
 from .state_layers import StateLayer, state_layers
