@@ -63,7 +63,7 @@ def test_lines_and_words_that_are_too_wide() -> None:
     assert shown(["one\n\ntwo th", "ree fo", "ur"], 11) == ["one", "", "two three", "four"]
     assert shown(["a " + "x" * 25, " b"], 10)[0] == "a"
     assert "".join(shown(["a " + "x" * 25, " b"], 10)).replace(" ", "") == "a" + "x" * 25 + "b"
-    assert shown(["\tx"], 20) == ["    x"]
+    assert [shown(["\tx", " y\tz"], width) for width in (20, 16)] == [["\tx y\tz"], ["\tx y", "z"]]
 
 
 def test_a_word_retains_its_styles_when_it_is_printed_again() -> None:

@@ -104,8 +104,8 @@ class ChatView:
         if style:
             self._out.print(Text(text, style=style), end="", soft_wrap=True)
         else:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            self._out.file.write(text)
+            self._out.file.flush()
 
     def end(self, turn: Turn | None) -> None:
         """Print the figures of an answer; `None`: it was stopped before it began."""

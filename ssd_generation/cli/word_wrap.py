@@ -10,6 +10,9 @@ from rich.cells import cell_len
 
 __all__ = ["WordWrap"]
 
+_TAB = 8
+"""Columns from one tab stop to the next."""
+
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
@@ -40,7 +43,7 @@ class WordWrap:
             text: text whose control characters are line feeds and tabs at most.
             style: style of the piece, given on to `write`.
         """
-        for part in _PARTS.findall(text.expandtabs(4)):
+        for part in _PARTS.findall(text):
             if part == "\n":
                 self._write("\n", "")
                 self._column, self._word = 0, []
@@ -51,10 +54,12 @@ class WordWrap:
 
     def _blank(self, blank: str, style: str) -> None:
         self._word = []
-        size = cell_len(blank)
-        if self._column + size < self._edge():
+        column = self._column
+        for one in blank:
+            column += _TAB - column % _TAB if one == "\t" else cell_len(one)
+        if column < self._edge():
             self._write(blank, style)
-            self._column += size
+            self._column = column
         else:  # the end of a line needs none
             self._column = self._edge()
 
