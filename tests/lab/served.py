@@ -35,6 +35,13 @@ class Server:
         with open(self._log, encoding="utf-8", errors="replace") as file:
             return file.read()
 
+    def wait_for(self, text: str, seconds: float = 20.0) -> str:
+        """Wait until it has printed a text, for some seconds at most; return what it has printed."""
+        ends = time.monotonic() + seconds
+        while text not in self.log() and time.monotonic() < ends:
+            time.sleep(0.1)
+        return self.log()
+
 
 def ssd_serve(folder: str) -> list[str]:
     """Return the command that serves a folder by `ssd serve`."""

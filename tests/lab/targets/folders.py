@@ -84,4 +84,5 @@ def _served(exported: Path, answer: str) -> str:
         found = streamed(server, exported.name, _QUESTION, _NEW_TOKENS)
         if found != answer:
             return WRONG
-        return YES if "drafted tokens" in server.log() else "Nothing was drafted, as its log says"
+        said = server.wait_for("tokens/s)")  # the line of a request follows its answer
+        return YES if "drafted tokens" in said else f"Nothing was drafted: {said.strip().splitlines()[-1]}"
