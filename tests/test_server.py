@@ -182,8 +182,14 @@ class Server:
                 return line
         raise AssertionError("\n".join(self.lines))
 
-    def logged(self) -> list[str]:
-        return [line for line in self.lines if "tokens/s)" in line]
+    def logged(self, at_least: int = 0) -> list[str]:
+        """Return the lines of requests; those that are awaited come shortly after the answers."""
+        ends = time.monotonic() + 20
+        while True:
+            found = [line for line in self.lines if "tokens/s)" in line]
+            if len(found) >= at_least or time.monotonic() > ends:
+                return found
+            time.sleep(0.05)
 
     def end(self, how: int = signal.SIGINT) -> int:
         self.process.send_signal(how)
@@ -255,7 +261,7 @@ def test_an_answer_in_one_piece(server: Server, answers: dict[str, str]) -> None
     assert done.choices[0].message.content == answers["a river"]
     assert done.usage.completion_tokens <= 24
     server.wait_for("POST /v1/chat/completions")
-    (line,) = server.logged()[before:]
+    (line,) = server.logged(before + 1)[before:]
     assert re.search(r"\d+ tokens in .* tokens/s\), acceptance rate \d+% of \d+ drafted tokens", line)
     completion = client(server).completions.create(model="tiny", prompt="the rain", max_tokens=8)
     assert completion.usage.completion_tokens <= 8
@@ -300,7 +306,7 @@ def test_two_clients_stream_and_one_hangs_up(server: Server, answers: dict[str, 
     for thread in clients:
         thread.join(timeout=PATIENCE)
     assert failures == [] and not any(thread.is_alive() for thread in clients)
-    lines = server.logged()[before:]
+    lines = server.logged(before + 21)[before:]
     assert len(lines) == 21 and sum("cancelled" in line for line in lines) <= 1
     assert sum("drafted tokens" in line for line in lines) >= 20
 
