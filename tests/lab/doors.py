@@ -3,7 +3,7 @@
     python -m tests.lab.doors [--model FOLDER] [--dtype bfloat16] [--new-tokens 64] [--repeats 2]
                                               [--only NAME ...] [--json]
 
-Both are called in turn, on the same questions, greedily; each door's command stands in docs/integrations.md or
+Both are called in turn, on the same questions, greedily; each door's command is in docs/integrations.md or
 docs/serving.md. A program that is not installed is left out, with a line that says so. `tests.lab.rollouts` times
 trainers, and `tests.lab.constrained` more of JSON.
 """
@@ -55,7 +55,7 @@ Call = Callable[[], list[str]]
 
 @dataclass(frozen=True)
 class Place:
-    """What a door is opened with.
+    """Model, folder and options with which a door is opened.
 
     Attributes:
         model: the model, plain or drafting.

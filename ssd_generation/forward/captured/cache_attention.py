@@ -14,7 +14,7 @@ from ...cache.buffered_layers import BufferedLayer, BufferedStatesLayer
 from ...cache.recurrent import PassStates, has_no_keys
 from ...native.cache_table import ONE_TEXT, LayerPlace, TextPlace, cache_table
 
-__all__ = ["CacheAttention", "attended", "attended_latents", "live_layers"]
+__all__ = ["CacheAttention", "attended", "attended_in_groups", "attended_latents", "live_layers"]
 
 
 _NO_STATES = PassStates([])
@@ -51,6 +51,37 @@ def attended(
         scores = torch.cat((scores, sinks.float()[None, :, :, None]), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
     return torch.matmul(weights.to(values.dtype), values)
+
+
+def attended_in_groups(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute the attention of queries `(1, H, n, D)`, several heads of which may share keys; others as in `attended`.
+
+    Args:
+        query: the queries.
+        keys: `(1, G, slots, D)`.
+        values: `(1, G, slots, D)`.
+        mask: additive mask `(H / G · n, slots)`, or `None`.
+        scaling: the scale.
+        softcap: limit of the scores.
+        sinks: score of each head's sink, `(H,)`.
+
+    Returns:
+        `(1, n, H, D)`, without gaps.
+    """
+    (_, heads, count, _), kv_heads = query.shape, keys.shape[1]
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(count).view(kv_heads, -1)
+    query = query.to(keys.dtype).reshape(1, kv_heads, heads // kv_heads * count, -1)
+    result = attended(query, keys, values, mask, scaling, softcap, sinks)
+    return result.reshape(1, heads, count, -1).transpose(1, 2).contiguous()
 
 
 def attended_latents(
@@ -192,18 +223,8 @@ class CacheAttention:
         key_buffer.narrow(2, at, count).copy_(key)
         value_buffer.narrow(2, at, count).copy_(value)
         keys, values = key_buffer.narrow(2, 0, at + count), value_buffer.narrow(2, 0, at + count)
-        if query.dtype is not keys.dtype:
-            query = query.to(keys.dtype)
-        heads, kv_heads = query.shape[1], keys.shape[1]
-        groups = heads // kv_heads
-        mask = None if count == 1 else self._mask(groups, query.dtype)
-        if sinks is not None:
-            sinks = sinks.repeat_interleave(count).view(kv_heads, groups * count)
-        query = query.reshape(1, kv_heads, groups * count, -1)
-        result = attended(query, keys, values, mask, scaling, softcap, sinks)
-        if count == 1:
-            return result.reshape(1, 1, heads, -1)
-        return result.reshape(1, heads, count, -1).transpose(1, 2).contiguous()
+        mask = None if count == 1 else self._mask(query.shape[1] // keys.shape[1], keys.dtype)
+        return attended_in_groups(query, keys, values, mask, scaling, softcap, sinks)
 
     def attend_latents(
         self,

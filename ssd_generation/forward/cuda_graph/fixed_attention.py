@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...cache.arena import Arena
-from ..captured.cache_attention import attended, attended_latents
+from ..captured.cache_attention import attended_in_groups, attended_latents
 
 __all__ = ["FixedAttention"]
 
@@ -67,21 +67,8 @@ class FixedAttention:
     ) -> torch.Tensor:
         """Write keys and values into the slots and attend, as in `fx_graph.Attention`."""
         keys, values = self._written(layer, key, value)
-        heads, count = query.shape[1], query.shape[2]
-        kv_heads = keys.shape[1]
-        groups = heads // kv_heads
-        if sinks is not None:
-            sinks = sinks.repeat_interleave(count).view(kv_heads, groups * count)
-        result = attended(
-            query.to(keys.dtype).reshape(1, kv_heads, groups * count, -1),
-            keys,
-            values,
-            self._mask(self._windows[layer], groups, keys.dtype),
-            scaling,
-            softcap,
-            sinks,
-        )
-        return result.reshape(1, heads, count, -1).transpose(1, 2).contiguous()
+        mask = self._mask(self._windows[layer], query.shape[1] // keys.shape[1], keys.dtype)
+        return attended_in_groups(query, keys, values, mask, scaling, softcap, sinks)
 
     def attend_latents(
         self,
