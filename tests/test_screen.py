@@ -433,7 +433,9 @@ def test_plots(text: str, ran: dict[str, Any], tmp_path: Path) -> None:
 def test_a_plain_rich_console_takes_no_notes_for_markup(ran: dict[str, Any]) -> None:
     (entry,) = ran["methods"].values()
     summary = {**ran, "methods": {"m": {**entry, "errors": ["[/red]"]}}, "environment": {**ran["environment"]}}
-    summary["prompts_per_category"] = {}
-    file = io.StringIO()
-    Console(file=file, width=100).print(benchmark_view(summary, 100))
-    assert "[/red]" in file.getvalue()
+    for category in ran["prompts_per_category"]:
+        # Which category is the slowest differs from run to run.
+        entry["ratio"]["worst_category"] = category
+        file = io.StringIO()
+        Console(file=file, width=100).print(benchmark_view(summary, 100))
+        assert "[/red]" in file.getvalue()

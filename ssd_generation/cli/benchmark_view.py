@@ -138,7 +138,7 @@ def evaluation_view(summary: Mapping[str, Any], width: int) -> RenderableType:
         header, lines = quality_table(summary)
         table = _table([title.replace(" ", "\n", 1) for title in header])
         for line in lines:
-            table.add_row(*(cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line))
+            table.add_row(*map(_cell, line))
         parts.append(table)
     parts += [styled(note) for note in quality_notes(summary)]
     parts += [styled()] * bool(parts)
@@ -159,8 +159,8 @@ def runs_view(summaries: Mapping[str, Mapping[str, Any]]) -> RenderableType:
     for line in lines:
         if before not in (None, line[0]):
             table.add_section()
-        cells = [cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line[2:]]
-        table.add_row(*(["", ""] if line[0] == before else line[:2]), *cells)
+        names = ["", ""] if line[0] == before else line[:2]
+        table.add_row(*map(styled, names), *map(_cell, line[2:]))
         before = line[0]
     return table
 
@@ -171,10 +171,13 @@ def _overview(summary: Mapping[str, Any]) -> Table:
     header, lines = overview(summary)
     table = _table([_HEADERS.get(title, title) for title in header])
     for line in lines:
-        # "0.93 (code)", "12 of 12", "3.1 MB (0.5%)": narrower in two lines than in one.
-        cells = (cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line[1:])
-        table.add_row(_method_cell(line[0]), *cells)
+        table.add_row(_method_cell(line[0]), *map(_cell, line[1:]))
     return table
+
+
+def _cell(text: str) -> Text:
+    """Build a cell; "0.93 (code)", "12 of 12" and "3.1 MB (0.5%)" are narrower in two lines than in one."""
+    return styled(text.replace(" (", "\n").replace(")", "").replace(" of ", "/"))
 
 
 _LONGEST_NAME = 18  # characters per line of a method's name, which may contain a file name of any length
@@ -273,5 +276,5 @@ def _category_table(summary: Mapping[str, Any], categories: list[str]) -> Table:
 def _table(header: list[str]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     for i, title in enumerate(header):
-        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
+        table.add_column(styled(title), justify="left" if i == 0 else "right", no_wrap=True)
     return table
