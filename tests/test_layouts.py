@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.copies import low_bit
+from ssd_generation.native.ops.quantise import quantise_int8
 from tiny_models import even_model, left_padded, prompt
 from unpacking import unpack_int8
 
@@ -88,6 +89,6 @@ def test_copies_are_those_of_the_same_weights_row_by_row(
 def test_copies_for_integer_products(layout: str) -> None:
     """Check the packing for processors with AVX-512 VNNI, whatever this one has."""
     weight = torch.randn(32, 64)
-    packed, scales = low_bit._to_int8([LAYOUTS[layout](weight)], packed=True)
-    usual, same = low_bit._to_int8([weight])
+    packed, scales = quantise_int8([LAYOUTS[layout](weight)], is_packed=True)
+    usual, same = quantise_int8([weight], is_packed=False)
     assert torch.equal(unpack_int8(packed), usual) and torch.equal(scales, same)

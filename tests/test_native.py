@@ -17,8 +17,9 @@ from ssd_generation.forward.captured.linear_kernels import KERNELS, linear_of_fe
 from ssd_generation.native.codegen import compiler, pool
 from ssd_generation.native.ops import kernels, linear
 from ssd_generation.native.ops.linear import Linear, native_linear
+from ssd_generation.native.ops.quantise import quantise_int4, quantise_int8
 from ssd_generation.native.ops.rows import gated_silu, rms_norm, rotary
-from unpacking import unpack_int4, unpack_int8
+from unpacking import pack_int4, pack_int8, unpack_int4, unpack_int8
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -159,7 +160,7 @@ def test_rows_in_blocks_have_the_bits_of_each_alone(dtype: torch.dtype, columns:
 @pytest.mark.skipif("+avx512vnni" not in compiler._features(), reason="AVX-512 VNNI")
 @pytest.mark.parametrize("activation", [torch.float32, torch.bfloat16], ids=str)
 def test_shorter_vectors_add_up_the_same_integers(activation: torch.dtype, shorter_vectors: Callable[[], None]) -> None:
-    stored, scales = linear.pack_int4(torch.randn(48, 320), 64)
+    stored, scales = quantise_int4([torch.randn(48, 320)], 64)
     stored[:16] = 255  # the largest digits, which bring the 16-bit sums to their maximum
     x = torch.randn(7, 320).to(activation)
     x[2] = 3.0
@@ -404,10 +405,10 @@ def test_low_bit_layers(
         stored = (weight / scales[:, None]).round().to(torch.int8)
         meant = stored.double() * scales.double()[:, None]
         if products:
-            numbers, stored = stored, linear.pack_int8(stored)
+            numbers, stored = stored, pack_int8(stored)
             assert torch.equal(unpack_int8(stored), numbers)
     else:
-        stored, scales = linear.pack_int4(weight, group)
+        stored, scales = quantise_int4([weight], group)
         assert stored.shape == (48, 96) and scales.shape == (3, 192 // group, 16)
         meant = unpack_int4(stored, scales).double()
     layer = linear.NativeLinear(stored, bias, activation, scales, group)
@@ -440,7 +441,7 @@ def test_low_bit_layers(
 )
 def test_int4_weights_are_within_half_a_step(seed: int, scale: float, shift: float, group: int) -> None:
     weight = scale * (torch.randn((16, 256), generator=torch.Generator().manual_seed(seed)) + shift)
-    packed, scales = linear.pack_int4(weight, group)
+    packed, scales = quantise_int4([weight], group)
     w = weight.view(16, -1, group)
     found = unpack_int4(packed, scales).view_as(w)
     scales = scales[0].t()
@@ -451,9 +452,46 @@ def test_int4_weights_are_within_half_a_step(seed: int, scale: float, shift: flo
     assert bool(((found - w).abs() <= bound[..., None]).all())
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@given(
+    st.integers(0, 99),
+    st.sampled_from([1e-30, 1e-4, 0.02, 30.0]),
+    st.sampled_from([0.0, 3.0]),
+    st.sampled_from([32, 64, 128]),
+    st.sampled_from([(16, 16), (48,), (640, 16)]),
+)
+def test_weights_are_quantised_as_by_torch(
+    stored: torch.dtype, seed: int, scale: float, shift: float, group: int, rows: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # "+ 0": of 0 and −0 either may be called the least.
+    weights = [(scale * (torch.randn((count, 256), generator=generator) + shift)).to(stored) + 0 for count in rows]
+    weights[0][1] = 0
+    whole = torch.cat(weights)
+    numbers, scales = quantise_int4(weights, group)
+    expected, their_scales = pack_int4(whole, group)
+    assert torch.equal(numbers, expected) and torch.equal(scales.view(torch.int32), their_scales.view(torch.int32))
+    w = whole.float()
+    steps = (w.abs().amax(1) / 127).clamp(min=1e-12).to(torch.bfloat16).float()
+    wanted = (w / steps[:, None]).round().clamp(-127, 127).to(torch.int8)
+    for is_packed, expected in ((False, wanted), (True, pack_int8(wanted))):
+        numbers, scales = quantise_int8(weights, is_packed)
+        assert torch.equal(numbers, expected) and torch.equal(scales, steps)
+
+
+def test_quantising_what_is_no_number() -> None:
+    weight = torch.randn(32, 64)
+    weight[3, 5], weight[4, 40], weight[20, 0] = torch.nan, torch.inf, -torch.inf
+    others = [row for row in range(32) if row not in (3, 4, 20)]
+    meant = unpack_int4(*quantise_int4([weight], 32))
+    assert torch.equal(meant[others], unpack_int4(*pack_int4(weight, 32))[others])
+    numbers, scales = quantise_int8([weight], False)
+    assert bool((numbers[others].float() * scales[others, None] - weight[others]).abs().max() < 0.02)
+
+
 def test_weights_that_are_all_the_same() -> None:
     for value in (0.0, 0.5, -3.0):
-        packed, scales = linear.pack_int4(torch.full((16, 64), value), 32)
+        packed, scales = quantise_int4([torch.full((16, 64), value)], 32)
         assert torch.allclose(unpack_int4(packed, scales), torch.full((16, 64), value), atol=1e-6)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ssd_generation.native.codegen import compiler
-from ssd_generation.native.ops.linear import NativeLinear, pack_int4
+from ssd_generation.native.ops.linear import NativeLinear
+from ssd_generation.native.ops.quantise import quantise_int4
 from unpacking import unpack_int4
 
 pytestmark = pytest.mark.skipif(compiler.why_not() is not None, reason=f"no code can be made: {compiler.why_not()}")
@@ -172,7 +173,7 @@ def test_int8_layers_have_the_same_bits() -> None:
 def test_int4_layers_compute_what_the_copy_says() -> None:
     from ssd_generation.native.ops.int4_code import int4_module
 
-    packed, scales = pack_int4(numbers((48, 128), torch.float32, 0), 32)
+    packed, scales = quantise_int4([numbers((48, 128), torch.float32, 0)], 32)
     text = int4_module("bfloat16", 32, "")
     for rows in (1, 2, 5):
         x = numbers((rows, 128), torch.bfloat16, rows)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...native.codegen.compiler import why_not
 from ...native.ops import linear as native
+from ...native.ops.quantise import quantise_int4, quantise_int8
 from ...support.devices import is_asynchronous
 from ...support.model_state import Part, state_of
 from ...support.parallel import mesh_of
@@ -104,11 +105,12 @@ class LowBitCopy:
         bias: torch.Tensor | None = None
         weights = [weight for weight, _ in layers]
         is_native = _reads_here(weights[0], self.precision)
-        if self.precision == "int8":
-            is_packed = is_native and all(native.can_pack_int8(*weight.shape) for weight in weights)
-            weight, scales = _to_int8(weights, is_packed)
+        if is_native and self.precision == "int8":
+            weight, scales = quantise_int8(weights, all(native.can_pack_int8(*weight.shape) for weight in weights))
         elif is_native:
-            weight, scales = _pack_int4(weights, self.group_size)
+            weight, scales = quantise_int4(weights, self.group_size)
+        elif self.precision == "int8":
+            weight, scales = _to_int8(weights)
         else:
             quantised, scales = _to_int4(weights, self.group_size)
             on_cpu = quantised.device.type == "cpu"
@@ -121,7 +123,7 @@ class LowBitCopy:
                     for weight, bias in layers
                 ]
             )
-        return weight, scales.float() if is_native else scales, bias
+        return weight, scales, bias
 
     def rewrite(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Quantise the same layers again, into the same memory: what was captured with the copy stays valid.
@@ -220,26 +222,24 @@ def packing(weight: torch.Tensor, precision: str) -> str:
 
 
 def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield some rows at a time of concatenated weights: their slice, and their values in float32 and without gaps."""
+    """Yield some rows at a time of concatenated weights: their slice, and their values in float32."""
     step = max(16, _ROWS // weights[0].shape[1] // 16 * 16)
     place = 0
     for weight in weights:
         for rows in torch.split(weight.detach(), step):
-            # Packing reads the numbers' bytes as wider numbers, whatever the layout of the weights.
-            yield slice(place, place + rows.shape[0]), rows.float().contiguous()
+            yield slice(place, place + rows.shape[0]), rows.float()
             place += rows.shape[0]
 
 
-def _to_int8(weights: Sequence[torch.Tensor], packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise concatenated weights `(N_i, K)`: `(N, K)` int8, or as `native.pack_int8` gives it; scales `(N,)`."""
+def _to_int8(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise concatenated weights `(N_i, K)` for ATen's kernel: `(N, K)` int8, and scales `(N,)`."""
     rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
-    quantised = weights[0].new_empty((rows, columns), dtype=torch.uint8 if packed else torch.int8)
+    quantised = weights[0].new_empty((rows, columns), dtype=torch.int8)
     scales = weights[0].new_empty(rows, dtype=torch.bfloat16)
     for at, w in _chunks(weights):
         # Rounded to bfloat16 before it is used, so that the kernel multiplies by the number that was divided by.
         scale = (w.abs().amax(dim=1) / 127).clamp(min=1e-12).to(torch.bfloat16)
-        q = (w / scale.float()[:, None]).round_().clamp_(-127, 127)
-        quantised[at] = native.pack_int8(q.to(torch.int8)) if packed else q
+        quantised[at] = (w / scale.float()[:, None]).round_().clamp_(-127, 127)
         scales[at] = scale
     return quantised, scales
 
@@ -271,16 +271,6 @@ def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Te
         quantised[at] = (w - offset).div_(scale).round_().add_(8).clamp_(0, 15).view(whole.shape)
         scales[:, at] = torch.cat((scale, offset), dim=2).transpose(0, 1)
     return quantised, scales
-
-
-def _pack_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise concatenated weights `(N_i, K)` for JIT-compiled kernels; see `native.pack_int4`."""
-    rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
-    packed = weights[0].new_empty((rows, columns // 2), dtype=torch.uint8)
-    scales = weights[0].new_empty((rows // 16, columns // group_size, 16), dtype=torch.float32)
-    for at, w in _chunks(weights):
-        packed[at], scales[at.start // 16 : at.stop // 16] = native.pack_int4(w, group_size)
-    return packed, scales
 
 
 def refused_shape(rows: int, columns: int, precision: str, group_size: int, on_cpu: bool = True) -> str | None:

@@ -55,7 +55,7 @@ def kernel(kind: str, *parts: Any) -> int:
     """Return the address of a kernel.
 
     Args:
-        kind: `"linear"`, `"int4"`, `"int8"`, `"rows"`, `"attention"` or `"experts"`.
+        kind: name of the module that builds the text, without `_code`: `"linear"`, `"int4"`, `"quantise"` and so on.
         parts: the arguments of the function that returns the module's text: `linear_module`, `int4_module` and so on.
 
     Raises:

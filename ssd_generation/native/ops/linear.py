@@ -16,8 +16,6 @@ __all__ = [
     "NativeLinear",
     "can_pack_int8",
     "native_linear",
-    "pack_int4",
-    "pack_int8",
     "takes",
 ]
 
@@ -35,8 +33,8 @@ class NativeLinear:
     """A batch-invariant layer, each of whose rows depends on that row and the layer alone: x `(…, K)` ↦ `(…, N)`.
 
     Args:
-        weight: `(N, K)` of one of the three floating point types, or int8, or packed: in 8 bits (`(N, K)` uint8; see
-            `pack_int8`), in 4 (`(N, K / 2)` uint8; see `pack_int4`); without gaps, and read in place.
+        weight: `(N, K)` of one of the three floating point types, or int8, or packed as in quantise.py: in 8 bits
+            (`(N, K)` uint8), in 4 (`(N, K / 2)` uint8); without gaps, and read in place.
         bias: `(N,)`, of the activations' type, or `None`.
         activation: type of x, which is cast where it is another, and of the result.
         scales: int8: `(N,)` float32; int4: `(N / 16, groups, 16)` float32.
@@ -117,46 +115,6 @@ class NativeLinear:
 def can_pack_int8(rows: int, columns: int) -> bool:
     """Tell whether there is a kernel here for a packed 8-bit layer of this shape."""
     return integer_products() == "avx512" and rows % 16 == 0 and columns % 32 == 0 and columns <= _WIDEST_INT8
-
-
-def pack_int8(quantised: torch.Tensor) -> torch.Tensor:
-    """Pack 8-bit weights as `int8_code` reads them.
-
-    Args:
-        quantised: `(N, K)` int8; N is a multiple of 16, K of 32.
-
-    Returns:
-        `(N, K)` uint8.
-    """
-    rows, columns = quantised.shape
-    words = quantised.view(torch.int32).view(rows // 16, 16, columns // 4).transpose(1, 2)
-    return words.contiguous().view(torch.uint8).bitwise_xor_(128).view(rows, columns)  # q + 128
-
-
-def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise weights to 4 bits and pack them as `int4_code` reads them: w ≈ q · s + z.
-
-    The upper half of a scale's 32 bits is a bfloat16 number, and the lower half is the offset, another; the scale is
-    the float32 number that all the bits form, so that a kernel needs no conversion.
-
-    Args:
-        weight: `(N, K)` float32; N is a multiple of 16, K of `group`.
-        group: number of columns that share a scale, a multiple of 32.
-
-    Returns:
-        Weights and scales as `int4_code` reads them: `(N, K / 2)` uint8 and `(N / 16, K / group, 16)` float32.
-    """
-    rows, columns = weight.shape
-    w = weight.reshape(rows, columns // group, group)
-    least, greatest = w.amin(dim=2), w.amax(dim=2)
-    offset = least.to(torch.bfloat16)
-    step = ((greatest - offset.float()) / 15).clamp(min=1e-9).to(torch.bfloat16)
-    upper, lower = (part.view(torch.int16).to(torch.int32) for part in (step, offset))
-    scales = ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
-    q = (w - offset.float()[..., None]).div_(scales[..., None]).round_().clamp_(0, 15).to(torch.uint8)
-    lower, upper = q.view(rows // 16, 16, columns // 32, 2, 4, 4).unbind(3)
-    packed = (lower | (upper << 4)).permute(0, 2, 3, 1, 4).reshape(rows, columns // 2)
-    return packed, scales.view(rows // 16, 16, -1).transpose(1, 2).contiguous()
 
 
 def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
