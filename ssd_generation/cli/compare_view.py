@@ -371,7 +371,8 @@ def drafts_from(draft: Draft) -> str:
         parts.append(f"leaving out {describe_skip(config.skip)}")
     if config.precision:
         share = draft.copy_bytes / max(draft.weight_bytes, 1)
-        parts.append(f"copies of the weights in {_bits(config)} ({byte_size(draft.copy_bytes)}, {share:.0%} of them)")
+        size = f" ({byte_size(draft.copy_bytes)}, {share:.0%} of them)" if draft.copy_bytes else ""  # not made yet
+        parts.append(f"copies of the weights in {_bits(config)}{size}")
     if config.lookup is not None:
         parts.append("prompt lookup")
     return f"Drafted by {' and '.join(parts) if parts else 'the target model itself'}."

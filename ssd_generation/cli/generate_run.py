@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -172,20 +173,28 @@ def run(request: Request, begin: Callable[[Request, PreTrainedTokenizerBase], Te
     target = enable_self_speculative(target)
     encoded = encode(tokenizer, request.prompt, request.decoding.system, not request.decoding.no_chat_template)
     inputs = {name: tensor.to(target.device) for name, tensor in encoded.items()}
-    config, choice = choose_draft(request, target, inputs["input_ids"])
+    measures_meanwhile = _measures_meanwhile(request, target)
+    if not measures_meanwhile:
+        config, choice = choose_draft(request, target, inputs["input_ids"])
 
     streamer = begin(request, tokenizer)
     if request.is_sampling:
         torch.manual_seed(request.seed)
     with progress("Generating") if request.show.as_json else contextlib.nullcontext():
         started = time.perf_counter()
-        output: torch.Tensor = target.generate(
-            **inputs, **request.generate_arguments, self_speculative=config, streamer=streamer
+        drafting = (
+            {"self_speculative": AUTO, "draft_memory": request.draft.draft_memory}
+            if measures_meanwhile
+            else {"self_speculative": config}
         )
+        output: torch.Tensor = target.generate(**inputs, **request.generate_arguments, **drafting, streamer=streamer)
         length = inputs["input_ids"].shape[1]
         new = output[0, length:].tolist()
         seconds = time.perf_counter() - started
     speculation = target.last_speculation
+    if measures_meanwhile:
+        config, choice = choose_draft(request, target, inputs["input_ids"])
+        seconds = speculation.total_seconds  # without what was measured after the text
     origins = TokenOrigins.from_ids(tokenizer, new, speculation.token_sources[0])
     comparison = _compare(request, target, inputs, config) if request.show.compare else None
     return Answer(
@@ -200,6 +209,22 @@ def run(request: Request, begin: Callable[[Request, PreTrainedTokenizerBase], Te
         comparison=comparison,
         environment=describe_environment(target),
     )
+
+
+def _measures_meanwhile(request: Request, target: PreTrainedModel) -> bool:
+    """Tell whether the machine is measured while the answer appears on the terminal: by the first call of `auto` here.
+
+    Where drafts are to be shown or compared, it is measured beforehand.
+    """
+    from ..tuning.automatic import is_chosen
+
+    draft, length, show = request.draft, request.length, request.show
+    has_options = request.config is not None or draft.lookup is not None or draft.adapt is not None
+    has_options |= request.decoding.exact or length.policy is not None or length.draft_length is not None
+    if has_options or (draft.config != AUTO and stored_config(target.generation_config) is not None):
+        return False
+    shows_drafts = show.compare or show.show_draft or show.html is not None or show.as_json
+    return sys.stdout.isatty() and not shows_drafts and not is_chosen(target, draft.draft_memory)
 
 
 def _compare(

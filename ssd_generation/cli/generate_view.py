@@ -77,8 +77,16 @@ def print_answer(answer: Answer) -> None:
 
 
 def _summary(answer: Answer) -> str:
+    from ..generation.first_call import MEASURED_MEANWHILE
+
     parts = figures(len(answer.token_ids), answer.seconds, answer.speculation)
-    return "\n" + ", ".join(parts) + f".\n{drafts_from(answer.draft)}"
+    drafts = drafts_from(answer.draft)
+    if answer.speculation.refusal == MEASURED_MEANWHILE:
+        drafts = (
+            "Nothing was drafted: this first answer was decoded plainly, and the machine measured between its tokens."
+            f"\nLater answers: {drafts[0].lower()}{drafts[1:]}"
+        )
+    return "\n" + ", ".join(parts) + f".\n{drafts}"
 
 
 def figures(tokens: int, seconds: float, speculation: SpeculationStatistics | None) -> list[str]:

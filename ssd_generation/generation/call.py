@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from ..support.once import looking_once
 from ..support.versions import cache_argument
 from ..tuning.call_drafter import call_drafter, store_of
 from ..tuning.plan_passes import plan_passes
+from .first_call import FirstCall
 from .loan import Loan, suited_cache
 from .plain import decode_plainly
 from .prefixes import Prefix
@@ -45,6 +47,7 @@ class Call:
         script: drafter where the library checks a model.
         exactness: exactness of that check, as in `plan_passes`.
         refusal: why nothing can be drafted; `None` where drafting is possible.
+        first: the preparation of drafts between the tokens of this call, where it is the model's first one here.
         is_unasked: whether the model drafts `always`, without a request of the call: then nothing is an error.
         has_run: whether the call reached transformers' loop for greedy decoding and sampling.
         lockstep: whether all rows take the same number of tokens in each round.
@@ -59,6 +62,7 @@ class Call:
     script: Drafter | None = None
     exactness: str | None = None
     refusal: str | None = None
+    first: FirstCall | None = None
     is_unasked: bool = False
     has_run: bool = False
     lockstep: bool = False
@@ -98,7 +102,7 @@ class Call:
         input_ids: torch.LongTensor,
         request: LoopRequest,
         model_kwargs: dict[str, Any],
-        sample: Callable[[], Any],
+        sample: Callable[..., Any],
     ) -> torch.LongTensor | SelfSpeculativeOutput | Any:
         """Decode, with drafts where possible.
 
@@ -106,13 +110,17 @@ class Call:
             input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts.
             request: request that transformers' loop would have got.
             model_kwargs: the model's keyword arguments, with the cache.
-            sample: transformers' own loop, with the same arguments.
+            sample: transformers' own loop, with the same arguments; it takes another streamer.
 
         Returns:
             Output of transformers' loop, or a `SelfSpeculativeOutput` in place of its dictionary.
         """
         self.has_run = True
         refusal = self.refusal or self._why_not_for(request.generation_config, input_ids.shape[0])
+        if refusal is not None and self.first is not None:
+            output = decode_plainly(self.model, input_ids, request, partial(self.first.decode, sample), refusal)
+            self.first.finish()
+            return output
         if refusal is not None:
             return decode_plainly(self.model, input_ids, request, sample, refusal)
         return self._decode_with_drafts(input_ids, request, model_kwargs)

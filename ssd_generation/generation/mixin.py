@@ -145,7 +145,7 @@ class SelfSpeculativeMixin:
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> torch.LongTensor | SelfSpeculativeOutput | Any:
-        def sample() -> Any:
+        def sample(streamer: BaseStreamer | None = streamer) -> Any:
             return super(SelfSpeculativeMixin, self)._sample(  # type: ignore[misc]
                 input_ids,
                 logits_processor=logits_processor,

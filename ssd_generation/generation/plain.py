@@ -13,10 +13,14 @@ from ..decoding.ends import end_tokens
 from ..decoding.loop_request import LoopRequest
 from ..decoding.statistics import SpeculationStatistics
 from ..support.warn import warn_once
+from .first_call import MEASURED_MEANWHILE
 
 __all__ = ["TOO_SHORT", "decode_plainly", "warn_undrafted"]
 
 TOO_SHORT = "it requests too few tokens for drafting to pay"
+
+_EXPECTED = frozenset({TOO_SHORT, MEASURED_MEANWHILE})
+"""Refusals of calls that nobody needs to be warned of."""
 
 
 def decode_plainly(
@@ -39,9 +43,9 @@ def decode_plainly(
         Output of transformers' loop.
 
     Warns:
-        Once per model and reason, unless the call was too short for a draft anyway.
+        Once per model and reason, unless the reason is one of `_EXPECTED`.
     """
-    if refusal != TOO_SHORT:
+    if refusal not in _EXPECTED:
         warn_undrafted(model, refusal)
     started, prompt = time.perf_counter(), input_ids.shape[1]
     output = sample()

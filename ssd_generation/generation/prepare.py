@@ -15,6 +15,7 @@ from ..tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_m
 from ..tuning.moving_weights import weights_in_use
 from .call import Call
 from .current import under_way
+from .first_call import MEASURED_MEANWHILE, FirstCall, is_first_call
 from .plain import TOO_SHORT
 from .request import Request
 
@@ -69,6 +70,10 @@ def prepare(request: Request, generate_of: GenerateOf) -> Call:
             request.resolve()
         if request.is_short:
             call.refusal = TOO_SHORT
+            return call
+        if is_first_call(request):
+            call.first = FirstCall(request, partial(check, model, generate_of, tokenizer=tokenizer))
+            call.refusal = MEASURED_MEANWHILE
             return call
         state_of(model).get(LearntPart).learn_of(weights_in_use(model))
         call.refusal = check(model, generate_of, tokenizer=tokenizer, exactness=request.exactness).refusal

@@ -28,9 +28,9 @@ class ForkSafeRLock:
         self._lock = threading.RLock()
         _locks.add(self)
 
-    def acquire(self) -> None:
-        """Wait until the lock is free, and take it."""
-        self._lock.acquire()
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the lock; wait until it is free, or return `False` where it is not and `blocking` is not set."""
+        return self._lock.acquire(blocking)
 
     def release(self) -> None:
         """Release the lock."""

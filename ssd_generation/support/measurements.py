@@ -25,6 +25,7 @@ __all__ = [
     "NoisyMeasurement",
     "cached_measurement",
     "flag_if_noisy",
+    "is_measured",
     "value_of",
     "was_noisy",
 ]
@@ -88,7 +89,7 @@ def cached_measurement(
         use: checks a result from disk by using it; where it raises, the result is measured again.
     """
     memory = state_of(model).get(MeasurementsPart).measurements
-    key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    key = _key(described)
     if not again and key in memory:
         return memory[key]
     result = broadcast(model, None if again else _read(key, use))
@@ -102,6 +103,21 @@ def cached_measurement(
             _write(key, {"described": described, "result": result})
     memory[key] = result
     return result
+
+
+def is_measured(model: nn.Module, described: dict[str, Any]) -> bool:
+    """Tell whether `cached_measurement` finds a result in memory or on disk, which may turn out to be unusable."""
+    key = _key(described)
+    if key in state_of(model).get(MeasurementsPart).measurements:
+        return True
+    try:
+        return _file(key).is_file()
+    except ValueError:  # there is no folder for it
+        return False
+
+
+def _key(described: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def _file(key: str) -> Path:

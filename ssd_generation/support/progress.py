@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from transformers.utils import logging as hf_logging
 
-__all__ = ["progress_bar"]
+__all__ = ["progress_bar", "without_bars"]
+
+_HIDES: ContextVar[bool] = ContextVar("ssd_generation_hides_bars", default=False)
 
 _PERCENT = "{desc}: {percentage:3.0f}% |{bar}| {remaining} left"
 
@@ -15,8 +20,8 @@ _PERCENT = "{desc}: {percentage:3.0f}% |{bar}| {remaining} left"
 def progress_bar(total: int, desc: str, shows: bool = True, bar_format: str = _PERCENT) -> Any:
     """Return transformers' progress bar, a context manager, on stderr.
 
-    It shows on a terminal and in a notebook, unless transformers' progress bars are disabled. A log file stays free of
-    it.
+    It shows on a terminal and in a notebook, unless transformers' progress bars are disabled, and not inside
+    `without_bars`. A log file stays free of it.
 
     Args:
         total: number of steps.
@@ -25,4 +30,17 @@ def progress_bar(total: int, desc: str, shows: bool = True, bar_format: str = _P
         bar_format: its format, as tqdm reads it.
     """
     is_seen = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
-    return hf_logging.tqdm(total=total, desc=desc, leave=False, disable=not (shows and is_seen), bar_format=bar_format)
+    return hf_logging.tqdm(
+        total=total, desc=desc, leave=False, disable=not (shows and is_seen and not _HIDES.get()), bar_format=bar_format
+    )
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Show no bars meanwhile: a text is being shown."""
+    before = _HIDES.get()
+    _HIDES.set(True)
+    try:
+        yield
+    finally:
+        _HIDES.set(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ..forward.copies.resident import check_memory, resident_bytes, why_not_resi
 from ..forward.structure.linears import has_foreign
 from ..forward.structure.offloaded import is_offloaded
 from ..support.bounds import Number
-from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
+from ..support.measurements import NoisyMeasurement, cached_measurement, is_measured, was_noisy
 from ..support.model_state import state_of
 from ..support.progress import progress_bar
 from ..support.structure import follows_from_structure
@@ -40,6 +40,8 @@ __all__ = [
     "automatic_choice",
     "automatic_config",
     "check_budget",
+    "choose_in_parts",
+    "is_chosen",
     "usual_budget",
     "weight_bytes",
 ]
@@ -174,41 +176,110 @@ def automatic_choice(
         TypeError: `draft_memory` is not a number.
         ValueError: `draft_memory` is out of range.
     """
-    draft_memory = usual_budget(model) if draft_memory is None else _check_share(draft_memory)
+    asked = _Question.of(model, draft_memory)
     if is_offloaded(model):
-        return _choice_of_offloaded(model, draft_memory)
-    names, ruled_out = _allowed(model, draft_memory)
-    if not names:
+        return _choice_of_offloaded(model, asked.draft_memory)
+    if not asked.names:
         lookup = _candidate(None, 0.0)
         lookup = dataclasses.replace(lookup, costs=costs_of(model, lookup))
-        return AutomaticChoice(lookup, draft_memory, ruled_out=ruled_out)
-    described = {
-        "what": "auto",
-        "name": getattr(model.config, "_name_or_path", None),
-        **describe_model(model),
-        "names": names,
-        "numbers": origin_of(model),
-        "format": 5,
-    }
-
-    def chosen(choice: Any) -> AutomaticChoice:
-        if choice["precision"] not in (None, *names):
-            raise ValueError(f"there is no precision {choice['precision']!r}")
-        return AutomaticChoice(
-            _candidate(choice["precision"], choice["acceptance"]),
-            draft_memory,
-            choice["precision"],
-            {name: _SPEEDUP.check("speedup", tried["speedup"]) for name, tried in choice["tried"].items()},
-            ruled_out,
-        )
-
-    known = cached_measurement(model, described, lambda: _choose(model, names, prompt), use=chosen)
-    choice = _with_costs(model, chosen(known))
+        _note_chosen(model, draft_memory)
+        return AutomaticChoice(lookup, asked.draft_memory, ruled_out=asked.ruled_out)
+    known = asked.answer(model, lambda: _choose(model, asked.names, prompt))
+    choice = _with_costs(model, asked.chosen(known))
     again = _reconsidered(model, known, choice.config)
     if again is not known:
-        known = cached_measurement(model, described, lambda: again, again=True, use=chosen)
-        choice = _with_costs(model, chosen(known))
+        known = asked.answer(model, lambda: again, again=True)
+        choice = _with_costs(model, asked.chosen(known))
+    _note_chosen(model, draft_memory)
     return choice
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What `automatic_choice` chooses from, and the key of its answer in the measurement store."""
+
+    draft_memory: float
+    names: list[str]
+    ruled_out: dict[str, str]
+    described: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, draft_memory: float | None) -> _Question:
+        draft_memory = usual_budget(model) if draft_memory is None else _check_share(draft_memory)
+        names, ruled_out = ([], {}) if is_offloaded(model) else _allowed(model, draft_memory)
+        described = {
+            "what": "auto",
+            "name": getattr(model.config, "_name_or_path", None),
+            **describe_model(model),
+            "names": names,
+            "numbers": origin_of(model),
+            "format": 5,
+        }
+        return cls(draft_memory, names, ruled_out, described)
+
+    def chosen(self, answer: Any) -> AutomaticChoice:
+        """Return the choice without costs; raise on anything wrong with what was stored."""
+        if answer["precision"] not in (None, *self.names):
+            raise ValueError(f"there is no precision {answer['precision']!r}")
+        return AutomaticChoice(
+            _candidate(answer["precision"], answer["acceptance"]),
+            self.draft_memory,
+            answer["precision"],
+            {name: _SPEEDUP.check("speedup", tried["speedup"]) for name, tried in answer["tried"].items()},
+            self.ruled_out,
+        )
+
+    def answer(self, model: PreTrainedModel, measure: Callable[[], Any], again: bool = False) -> Any:
+        """Return the stored answer, or what `measure` returns, which is stored."""
+        return cached_measurement(model, self.described, measure, again=again, use=self.chosen)
+
+
+def is_chosen(model: PreTrainedModel, draft_memory: float | None = None) -> bool:
+    """Tell whether `automatic_choice` was made before for this model and budget on this machine.
+
+    It takes a millisecond: candidates are not looked at.
+
+    Raises:
+        TypeError, ValueError: as in `automatic_choice`.
+    """
+    return is_measured(model, _described_briefly(model, draft_memory))
+
+
+def _described_briefly(model: PreTrainedModel, draft_memory: float | None) -> dict[str, Any]:
+    """Describe a model and a budget; unlike `_Question.described`, without a look at the candidates."""
+    return {
+        "what": "auto, chosen",
+        "name": getattr(model.config, "_name_or_path", None),
+        **describe_model(model),
+        "draft_memory": None if draft_memory is None else _check_share(draft_memory),
+        "numbers": origin_of(model),
+    }
+
+
+def _note_chosen(model: PreTrainedModel, draft_memory: float | None) -> None:
+    """Record what `is_chosen` tells."""
+    noted = NoisyMeasurement(True) if was_noisy(model) else True
+    cached_measurement(model, _described_briefly(model, draft_memory), lambda: noted)
+
+
+def choose_in_parts(
+    model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float | None = None
+) -> Iterator[None]:
+    """Try the candidates of `automatic_choice` and store the answer, in parts of some seconds.
+
+    Args:
+        model: the target model.
+        prompt: as in `automatic_choice`.
+        draft_memory: as in `automatic_choice`.
+
+    Yields:
+        Nothing, between two parts.
+    """
+    asked = _Question.of(model, draft_memory)
+    if asked.names:
+        found = yield from _choosing(model, asked.names, prompt)
+        asked.answer(model, lambda: found)
+    automatic_choice(model, prompt, draft_memory)
 
 
 _OFFLOADED = ("int4", "int4, head int4")
@@ -305,34 +376,47 @@ def _candidate(name: str | None, acceptance: float) -> SelfSpeculativeConfig:
 
 
 def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | None) -> Any:
-    """Choose the candidate with the greatest theoretical speed-up: `{"precision": …, "acceptance": …, "tried": …}`."""
+    """Do the work of `_choosing` at once."""
+    parts = _choosing(model, names, prompt)
+    with progress_bar(len(names), "Trying low-bit drafts of this model, once", bar_format="{desc}: {n}/{total}") as bar:
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                return end.value
+            bar.update()
+
+
+def _choosing(
+    model: PreTrainedModel, names: list[str], prompt: torch.Tensor | None
+) -> Generator[None, None, dict[str, Any] | NoisyMeasurement]:
+    """Find the candidate with the greatest theoretical speed-up: `{"precision": …, "acceptance": …, "tried": …}`.
+
+    It yields after each candidate.
+    """
     before = copy_bytes(model)
     best: dict[str, Any] = {"precision": None, "acceptance": 0.0, "speedup": _LEAST_GAIN}
-    tried = {}
+    tried: dict[str, Any] = {}
     text = None if prompt is None else prompt[:1, -_LOOKED_AT:]
-    with (
-        progress_bar(len(names), "Trying low-bit drafts of this model, once", bar_format="{desc}: {n}/{total}") as bar,
-        torch.no_grad(),
-    ):
-        choices = None if text is None else _choices(model, text)
-        held = None
-        for name in _in_turn(model, names):
-            # The budget is for one set of copies. (The int4 variants share all but the head.)
-            if before == 0 and held is not None and (held == "int8") != (name == "int8"):
-                drop_copies(model)
-            held = name
-            config = _candidate(name, _USUAL_AGREEMENT[name])
-            right, seen = 0, 0
-            if text is not None and choices is not None:
-                with skip_mode_of(model, config)[0]:
-                    same = _choices(model, text) == choices
-                right, seen = int(same.sum()), same.numel()
-            acceptance = _acceptance(name, right, seen)
-            speedup = max(1.0, theoretical_speedup([acceptance], costs_of(model, config))[0])
-            tried[name] = {"agreed": right, "of": seen, "speedup": speedup}
-            if speedup > best["speedup"]:
-                best = {"precision": name, "acceptance": acceptance, "speedup": speedup}
-            bar.update()
+    choices = None if text is None else _choices(model, text)
+    held = None
+    for name in _in_turn(model, names):
+        # The budget is for one set of copies. (The int4 variants share all but the head.)
+        if before == 0 and held is not None and (held == "int8") != (name == "int8"):
+            drop_copies(model)
+        held = name
+        config = _candidate(name, _USUAL_AGREEMENT[name])
+        right, seen = 0, 0
+        if text is not None and choices is not None:
+            with skip_mode_of(model, config)[0]:
+                same = _choices(model, text) == choices
+            right, seen = int(same.sum()), same.numel()
+        acceptance = _acceptance(name, right, seen)
+        speedup = max(1.0, theoretical_speedup([acceptance], costs_of(model, config))[0])
+        tried[name] = {"agreed": right, "of": seen, "speedup": speedup}
+        if speedup > best["speedup"]:
+            best = {"precision": name, "acceptance": acceptance, "speedup": speedup}
+        yield
     if before == 0 and copy_bytes(model):
         if best["precision"] is None or (best["precision"] == "int8") != (held == "int8"):
             drop_copies(model)  # before other copies are made, when they are needed
@@ -381,4 +465,5 @@ def _acceptance(name: str, agreed: float, of: float) -> float:
 
 def _choices(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
     """Return the most likely next token at each position of a text, `(1, n)`."""
-    return model(input_ids=text, use_cache=False).logits.argmax(dim=-1)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return model(input_ids=text, use_cache=False).logits.argmax(dim=-1)  # type: ignore[no-any-return]

@@ -57,7 +57,7 @@ from .measuring import describe_adapters, describe_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ChecksPart", "ForcedText", "ModelCheck", "ScriptedDrafts", "check_model"]
+__all__ = ["ChecksPart", "ForcedText", "ModelCheck", "ScriptedDrafts", "check_model", "left_as_it_was"]
 
 _PROMPT = 5
 _NEW = 8
@@ -283,7 +283,7 @@ def _tried(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
 def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> ModelCheck:
     text = _forced_text(model, 2 if is_batch else 1)
     run_row_by_row(model, is_batch, None)
-    with _quiet(), _left_as_it_was(model):
+    with _quiet(), left_as_it_was(model):
         try:
             output = decode(text, False, False)
         except CannotDraft:
@@ -468,7 +468,7 @@ _LEFT = (type(None), bool, int, float, str, tuple, torch.Tensor)
 
 
 @contextlib.contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore the state that calls leave on a model for the next one, such as the position of text after an image."""
     before = [
         (
