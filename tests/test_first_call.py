@@ -197,8 +197,22 @@ def test_models_with_states_measure_beforehand() -> None:
     assert model.last_speculation.refusal != MEASURED_MEANWHILE
 
 
-def test_pictures_and_their_positions_are_left_as_they_were() -> None:
+def test_parts_leave_random_numbers_and_modules_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("qwen2")
     model.model.rope_deltas = torch.tensor([[7]])  # as a call with pictures leaves it for the next steps
-    stream(model, self_speculative="auto")
-    assert torch.equal(model.model.rope_deltas, torch.tensor([[7]]))
+
+    def parts(self: Any) -> Any:
+        while True:
+            torch.rand(3)
+            self._request.model.model.rope_deltas = torch.tensor([[9]])
+            yield
+            if len(seen.got) > NEW:
+                return
+
+    monkeypatch.setattr(first_call.FirstCall, "_in_parts", parts)
+    seen = Seen()
+    torch.manual_seed(3)
+    plain, _ = stream(model, do_sample=True)
+    torch.manual_seed(3)
+    text, _ = stream(model, seen, do_sample=True, self_speculative="auto")
+    assert torch.equal(text, plain) and torch.equal(model.model.rope_deltas, torch.tensor([[7]]))
