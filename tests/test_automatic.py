@@ -284,6 +284,19 @@ def files(cache: Path) -> list[Path]:
     return sorted((cache / "costs").glob("*")) if (cache / "costs").exists() else []
 
 
+def described(file: Path) -> str:
+    return str(json.loads(file.read_text())["described"]["what"])
+
+
+def file_of_choice(cache: Path) -> Path:
+    """Return the file of a choice, and remove the one that says that it was made."""
+    (file,) = (file for file in files(cache) if described(file) == "auto")
+    for other in files(cache):
+        if other != file:
+            other.unlink()
+    return file
+
+
 def test_a_choice_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     chosen = []
     original = automatic._choose
@@ -295,7 +308,7 @@ def test_a_choice_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch, cache: Pa
     monkeypatch.setattr(automatic, "_choose", watched)
     first = automatic_config(model, prompt(20))
     assert automatic_config(model, prompt(20)) == first and len(chosen) == 1
-    assert [file.suffix for file in files(cache)] == [".json"]
+    assert sorted(map(described, files(cache))) == ["auto", "auto, chosen"]
     forget_measurements()  # a new process
     assert automatic_config(made(), prompt(30)) == first and len(chosen) == 1
     # The result depends on budget, dtype and threads.
@@ -340,7 +353,7 @@ def test_a_ruined_choice_is_made_again(
     model: Any, cache: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     first = automatic_config(model, prompt(20))
-    (file,) = files(cache)
+    file = file_of_choice(cache)
     sound = file.read_text()
     file.write_bytes(content)
     forget_measurements()
@@ -358,7 +371,7 @@ def test_a_cache_of_other_things_than_files(
     model: Any, cache: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     first = automatic_config(model, prompt(20))
-    (file,) = files(cache)
+    file = file_of_choice(cache)
     file.unlink()
     if what == "pipe":
         os.mkfifo(file)
