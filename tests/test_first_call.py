@@ -13,7 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ssd_generation import enable_self_speculative
 from ssd_generation.generation import first_call
-from ssd_generation.generation.first_call import MEASURED_MEANWHILE, FirstCallPart
+from ssd_generation.generation.first_call import FirstCallPart
+from ssd_generation.generation.plain import MEASURED_MEANWHILE
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import automatic
 from tiny_models import prompt, tiny_model

@@ -77,7 +77,7 @@ def print_answer(answer: Answer) -> None:
 
 
 def _summary(answer: Answer) -> str:
-    from ..generation.first_call import MEASURED_MEANWHILE
+    from ..generation.plain import MEASURED_MEANWHILE
 
     parts = figures(len(answer.token_ids), answer.seconds, answer.speculation)
     drafts = drafts_from(answer.draft)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -22,7 +22,6 @@ from ..support.once import looking_once
 from ..support.versions import cache_argument
 from ..tuning.call_drafter import call_drafter, store_of
 from ..tuning.plan_passes import plan_passes
-from .first_call import FirstCall
 from .loan import Loan, suited_cache
 from .plain import decode_plainly
 from .prefixes import Prefix
@@ -34,6 +33,16 @@ if TYPE_CHECKING:
     from ..tuning.model_check import ModelCheck
 
 __all__ = ["Call"]
+
+
+class Meanwhile(Protocol):
+    """Preparation of drafts while a text is decoded plainly (first_call.py)."""
+
+    def decode(self, sample: Callable[..., Any]) -> Any:
+        """Decode the text by transformers' own loop, and prepare between its tokens."""
+
+    def finish(self) -> None:
+        """Prepare the rest, after the text has ended."""
 
 
 @dataclass
@@ -62,7 +71,7 @@ class Call:
     script: Drafter | None = None
     exactness: str | None = None
     refusal: str | None = None
-    first: FirstCall | None = None
+    first: Meanwhile | None = None
     is_unasked: bool = False
     has_run: bool = False
     lockstep: bool = False

@@ -33,11 +33,9 @@ from .request import Request, prompt_of
 if TYPE_CHECKING:
     from ..tuning.model_check import ModelCheck
 
-__all__ = ["MEASURED_MEANWHILE", "FirstCall", "FirstCallPart", "is_first_call"]
+__all__ = ["FirstCall", "FirstCallPart", "is_first_call"]
 
 logger = logging.getLogger(__name__)
-
-MEASURED_MEANWHILE = "it is the first call for this model on this machine, which was measured between its tokens"
 
 
 class FirstCallPart(Part):

@@ -13,11 +13,12 @@ from ..decoding.ends import end_tokens
 from ..decoding.loop_request import LoopRequest
 from ..decoding.statistics import SpeculationStatistics
 from ..support.warn import warn_once
-from .first_call import MEASURED_MEANWHILE
 
-__all__ = ["TOO_SHORT", "decode_plainly", "warn_undrafted"]
+__all__ = ["MEASURED_MEANWHILE", "TOO_SHORT", "decode_plainly", "warn_undrafted"]
 
 TOO_SHORT = "it requests too few tokens for drafting to pay"
+
+MEASURED_MEANWHILE = "it is the first call for this model on this machine, which was measured between its tokens"
 
 _EXPECTED = frozenset({TOO_SHORT, MEASURED_MEANWHILE})
 """Refusals of calls that nobody needs to be warned of."""

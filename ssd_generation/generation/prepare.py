@@ -15,8 +15,8 @@ from ..tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_m
 from ..tuning.moving_weights import weights_in_use
 from .call import Call
 from .current import under_way
-from .first_call import MEASURED_MEANWHILE, FirstCall, is_first_call
-from .plain import TOO_SHORT
+from .first_call import FirstCall, is_first_call
+from .plain import MEASURED_MEANWHILE, TOO_SHORT
 from .request import Request
 
 __all__ = ["check", "prepare", "prepare_unasked"]
