@@ -11,6 +11,7 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
+from lab import first_calls
 from ssd_generation import enable_self_speculative
 from ssd_generation.generation import first_call
 from ssd_generation.generation.first_call import FirstCallPart
@@ -191,6 +192,12 @@ def test_one_thread_prepares() -> None:
         thread.join()
 
 
+def test_batches_measure_beforehand() -> None:
+    model = made()
+    stream(model, input_ids=prompt(9).repeat(2, 1), self_speculative="auto")
+    assert model.last_speculation.refusal is None
+
+
 def test_models_with_states_measure_beforehand() -> None:
     config = MambaConfig(vocab_size=128, hidden_size=32, state_size=8, num_hidden_layers=2, pad_token_id=0)
     model = enable_self_speculative(MambaForCausalLM(config).eval())
@@ -217,3 +224,15 @@ def test_parts_leave_random_numbers_and_modules_as_they_were(monkeypatch: pytest
     torch.manual_seed(3)
     text, _ = stream(model, seen, do_sample=True, self_speculative="auto")
     assert torch.equal(text, plain) and torch.equal(model.model.rope_deltas, torch.tensor([[7]]))
+
+
+def test_the_laboratory_times_these_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokenizer(text: str, **_: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": prompt(9)}
+
+    monkeypatch.setattr(first_calls, "load_model", lambda name, dtype: (tiny_model("llama"), tokenizer))
+    plain, *rows = first_calls.measure_process("tiny", "float32", NEW, 2, streams=True)
+    assert plain["call"] == "plain" and [row["call"] for row in rows] == ["auto, 1", "auto, 2"]
+    assert all(row["first"] < row["last"] <= row["returns"] and row["same"] for row in (plain, *rows))
+    # What the first call measured after its text is no part of the text's time.
+    assert rows[0]["returns"] - rows[0]["last"] > rows[1]["returns"] - rows[1]["last"]

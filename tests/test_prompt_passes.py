@@ -195,6 +195,26 @@ def test_they_are_used_where_they_are_faster(tmp_path: Path, monkeypatch: pytest
         assert bool(reads) == is_used
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_they_may_take_longer_where_prefixes_are_reused(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int]
+) -> None:
+    for ours, is_used in ((3.9, True), (4.1, False)):
+        monkeypatch.setattr(prompt_kernels, "_times", lambda model, ours=ours: (ours, 1.0, [[1.0, 1.0]]))
+        monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / str(ours)))
+        model = enable_self_speculative(model_of("llama", dtype), prefix_cache=True)
+        text = generate(model, prompt(60))
+        # A single text in float32 begins after what torch read.
+        assert bool(reads) == (is_used and dtype != torch.float32)
+        assert torch.equal(generate(model, prompt(60)), text)
+        assert model.last_speculation.reused_tokens == (59 if is_used or dtype == torch.float32 else 0)
+        del reads[:]
+        batch = left_padded([60, 70])
+        generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
+        assert bool(reads) == is_used
+        del reads[:]
+
+
 def test_where_bits_differ_they_are_not_used(monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
     monkeypatch.setattr(prompt_kernels, "_times", lambda model: (0.1, 1.0, [[1.0, 1.0]]))
     original = prompt_passes_module.PromptPasses.read
@@ -207,7 +227,7 @@ def test_where_bits_differ_they_are_not_used(monkeypatch: pytest.MonkeyPatch, re
 
     monkeypatch.setattr(prompt_passes_module.PromptPasses, "read", wrong)
     model = model_of("llama", torch.bfloat16)
-    assert prompt_cost(model, INVARIANT) is None and not reads_prompts(model, INVARIANT)
+    assert prompt_cost(model) == 0.1 and not reads_prompts(model, INVARIANT)
     generate(model, prompt(40))
     assert reads == []
 
@@ -223,7 +243,6 @@ def test_the_cost_is_measured_once_and_kept() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_kernels, "_times", counted)
-        cost = prompt_cost(model, INVARIANT)
-        assert cost is None or cost > 0
-        assert prompt_cost(model, INVARIANT) == cost and calls == [1]
+        cost = prompt_cost(model)
+        assert cost > 0 and prompt_cost(model) == cost and calls == [1]
     assert not reads_prompts(model, None) and not reads_prompts(model, BatchInvariance("linear", (1, 2)))

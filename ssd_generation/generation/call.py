@@ -24,7 +24,7 @@ from ..tuning.call_drafter import call_drafter, store_of
 from ..tuning.plan_passes import plan_passes
 from .loan import Loan, suited_cache
 from .plain import decode_plainly
-from .prefixes import Prefix
+from .prefixes import Prefix, reuses_prefixes
 from .request import Request
 
 if TYPE_CHECKING:
@@ -154,7 +154,14 @@ class Call:
         with Loan(model, cache, request, batch, self.cache_is_returned, self.static) as loan:
             with looking_once():
                 loan.forget_stale()
-                plan = plan_passes(model, batch, asked, returns_states=_asks_for_states(config), is_check=is_check)
+                plan = plan_passes(
+                    model,
+                    batch,
+                    asked,
+                    returns_states=_asks_for_states(config),
+                    reuses=reuses_prefixes(model),
+                    is_check=is_check,
+                )
                 forward = loan.forward = Forward(model, plan=plan)
                 drafter, between = call_drafter(forward, draft_by, config, batch)
             loan.restore_states()

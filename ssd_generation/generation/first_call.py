@@ -54,16 +54,18 @@ class FirstCallPart(Part):
 def is_first_call(request: Request) -> bool:
     """Tell whether a call decodes plainly while it measures: its text is streamed, and nothing is known yet.
 
-    Other calls measure beforehand: their text is there sooner that way. So do calls of models that are spread over
-    processes or devices, or hold recurrent states, which passes in the middle of a text could touch.
+    Other calls measure beforehand: their text is complete sooner that way. So do batches, and calls of models that are
+    spread over processes or devices, or hold recurrent states, which passes in the middle of a text could touch.
 
     Args:
         request: request of the call.
     """
-    model = request.model
+    model, prompts = request.model, prompt_of(request.args, request.kwargs)
     return (
         request.is_auto
         and request.kwargs.get("streamer") is not None
+        and prompts is not None
+        and len(prompts) == 1
         and next(model.parameters()).device.type == "cpu"
         and mesh_of(model) is None
         and not is_offloaded(model)

@@ -48,8 +48,9 @@ class SelfSpeculativeMixin:
             self_speculative: a `SelfSpeculativeConfig`, a `SkipConfig`, a dictionary of either, the path or Hub id of a
                 saved config, `"auto"`, `True` for the default stored in `generation_config.self_speculative`, or a
                 `Drafter` of your own. `None` and `False`: plain `generate`. `"auto"` needs no config: the first call
-                measures what drafting costs on this machine (seconds, stored on the disk); every call then picks the
-                fastest way to draft, or none. On a model that drafts `always`, `None` is the stored default.
+                measures what drafting costs on this machine (seconds, stored on the disk; between tokens where the text
+                is streamed); every call then picks the fastest way to draft, or none. On a model that drafts `always`,
+                `None` is the stored default.
             draft_memory: share of the weights' bytes that low-bit copies for drafting may take, 0 (none) to 100. With
                 `"auto"`, by default 0.3 (0.35 of 16-bit weights); a config that takes more is an error.
             cache_salt: with `prefix_cache`: the call reuses prefixes of calls with the same salt only.

@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
     from ..forward.forward import Forward
 
-__all__ = ["Prefix", "PrefixCacheSize", "PrefixPart", "bytes_of", "digest_of", "follow_weights_of", "set_prefix_cache"]
+__all__ = [
+    "Prefix",
+    "PrefixCacheSize",
+    "PrefixPart",
+    "bytes_of",
+    "digest_of",
+    "follow_weights_of",
+    "reuses_prefixes",
+    "set_prefix_cache",
+]
 
 _BY_DEFAULT = 10**9
 """Default size of a cache, in bytes."""
@@ -104,6 +113,11 @@ def set_prefix_cache(model: PreTrainedModel, size: PrefixCacheSize) -> None:
         part.cache = PrefixCache(most)
     else:
         part.cache.limit(most)
+
+
+def reuses_prefixes(model: PreTrainedModel) -> bool:
+    """Tell whether keys and values of a model's texts are stored for later calls."""
+    return state_of(model).get(PrefixPart).cache is not None
 
 
 def follow_weights_of(model: PreTrainedModel) -> None:

@@ -30,6 +30,7 @@ def plan_passes(
     exactness: str | None = None,
     *,
     returns_states: bool = False,
+    reuses: bool = False,
     is_check: bool = False,
 ) -> PassPlan:
     """Decide how the passes of a call are run.
@@ -39,6 +40,7 @@ def plan_passes(
         rows: number of rows, B.
         exactness: exactness that the config requests; `None`: bitwise where that costs next to nothing.
         returns_states: whether attentions or hidden states are requested.
+        reuses: whether later calls reuse the keys and values of this one.
         is_check: whether the library is checking the model, before it is known what its passes can do.
 
     Warns:
@@ -57,7 +59,10 @@ def plan_passes(
         refusal = reason or _TOGETHER
     if refusal is not None:
         return PassPlan(False, False, None, False, own_kernels, refusal)
-    return PassPlan(True, rows == 1, batch_invariance, reads_prompts(model, batch_invariance), own_kernels, reason)
+    # A single text in float32 is plain's on all that was tried, whatever is reused of torch's keys and values.
+    needs_bits = reuses and (rows > 1 or model.dtype != torch.float32)
+    prompts = reads_prompts(model, batch_invariance, needs_bits)
+    return PassPlan(True, rows == 1, batch_invariance, prompts, own_kernels, reason)
 
 
 def _why_by_own_code(model: PreTrainedModel, rows: int, exactness: str | None, returns_states: bool) -> str | None:

@@ -3,7 +3,7 @@
 The arithmetic of linear layers and experts decides, by the JIT-compiled kernels and by torch's. It is compared on a few
 rows of each kind of matrix and on two experts, which takes a fraction of a second, once per machine. On a processor
 with AVX2 alone torch has no fast product of bfloat16 matrices, and a prompt takes a sixth of the time; with AMX torch's
-is far ahead.
+is far ahead. Where what was read is to be reused, bits count more than the time of a first reading.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ __all__ = ["prompt_cost", "reads_prompts"]
 _PAYS = 0.95
 """Highest cost of the JIT-compiled kernels, relative to torch's, at which they read prompts."""
 
+_PAYS_REUSED = 4.0
+"""The same where keys and values are reused by later calls: a prompt that continues four others costs less then."""
+
 _ROWS = 128
 """Number of prompt tokens that matrices are multiplied by."""
 
@@ -53,50 +56,52 @@ _TOKENS = 40
 _COST = Number(0, 1e6, "a ratio of times")
 
 
-def reads_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> bool:
+def reads_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance | None, reuses: bool = False) -> bool:
     """Tell whether prompts of a model are read by captured passes; those of recurrent states are not.
 
     Args:
         model: the target model.
         batch_invariance: kernel and widths of its decoding passes.
+        reuses: whether later calls reuse keys and values, which must have the bits of decoding for that.
     """
     if batch_invariance is None or batch_invariance.linear != NATIVE or has_states(model):
         return False
-    cost = prompt_cost(model, batch_invariance)
-    return cost is not None and cost <= _PAYS
+    most = _PAYS_REUSED if reuses else _PAYS
+    return prompt_cost(model) <= most and _have_the_bits_of_decoding(model, batch_invariance)
 
 
-def prompt_cost(model: PreTrainedModel, batch_invariance: BatchInvariance) -> float | None:
-    """Return the time of a prompt's linear layers by captured passes, relative to torch's kernels.
+def prompt_cost(model: PreTrainedModel) -> float:
+    """Return the time of a prompt's linear layers by JIT-compiled kernels, relative to torch's.
 
     Args:
         model: the target model.
-        batch_invariance: kernel and widths of its decoding passes, by JIT-compiled kernels.
-
-    Returns:
-        The ratio; `None` where a prompt cannot be read by captured passes, or would not have the bits of decoding.
     """
-
-    def use(found: Any) -> None:
-        if found["cost"] is not None:
-            _COST.check("The cost of a prompt", found["cost"])
-
-    described = {"what": "prompts", **describe_model(model), "widths": list(batch_invariance.widths), "prompts": 2}
-    found = cached_measurement(model, described, lambda: _measure(model, batch_invariance), use=use)
-    cost: float | None = found["cost"]
+    described = {"what": "prompts", **describe_model(model), "prompts": 3}
+    cost: float = cached_measurement(
+        model, described, lambda: _measure(model), use=lambda found: _COST.check("The cost of a prompt", found)
+    )
     return cost
 
 
-def _measure(model: PreTrainedModel, batch_invariance: BatchInvariance) -> Any:
-    """Measure `prompt_cost`: a dictionary, or a `NoisyMeasurement` of one."""
+def _measure(model: PreTrainedModel) -> Any:
+    """Measure `prompt_cost`: a number, or a `NoisyMeasurement` of one."""
     with torch.inference_mode():
         ours, torchs, times = _times(model)
-        if not times:  # no layer has a JIT-compiled kernel
-            return {"cost": 1.0}
-        cost = ours / torchs
-        if cost <= _PAYS and not _keeps_bits(model, batch_invariance):
-            return {"cost": None}
-    return flag_if_noisy({"cost": cost}, times)
+    if not times:  # no layer has a JIT-compiled kernel
+        return 1.0
+    return flag_if_noisy(ours / torchs, times)
+
+
+def _have_the_bits_of_decoding(model: PreTrainedModel, batch_invariance: BatchInvariance) -> bool:
+    """Tell whether captured passes over a prompt give what decoding gives to the bit: known, or compared now."""
+
+    def measure() -> bool:
+        with torch.inference_mode():
+            return _keeps_bits(model, batch_invariance)
+
+    widths = list(batch_invariance.widths)
+    described = {"what": "bits of prompts", **describe_model(model), "widths": widths, "prompts": 3}
+    return cached_measurement(model, described, measure) is True
 
 
 def _times(model: PreTrainedModel) -> tuple[float, float, list[list[float]]]:
