@@ -1,13 +1,16 @@
 """Time to the first token by the length of the prompt, and whole conversations, with and without a cache of prefixes.
 
     python -m tests.lab.prompts [--model demo] [--dtype bfloat16] [--lengths 64 256 500 2000] [--turns 6] [--rows 8]
+                                [--calls chat agent questions] [--document 1000]
 
 First tokens: plain `generate`, this library with its defaults, and with `exactness="numeric"`, interleaved; median and
-range in seconds. Prompts are parts of an English text. A conversation asks about one document in turns of 32 new tokens
-each: plain `generate` that reads the whole text again in each turn, plain `generate` that passes its own cache on, this
-library with lookup, and the same with `prefix_cache`. Reports seconds of all turns, and whether the texts are the same.
-Two batches ask `--rows` questions each about the same document: plain `generate`, this library with nothing drafted,
-and the same with `prefix_cache`, which shares the document among rows and batches.
+range in seconds. Prompts are parts of an English text. Series of calls with 32 new tokens each, all of which begin with
+the same document: a chat, whose prompts are all that was said before and a question; an agent, whose prompts are all
+that came before and 60 tokens of a tool's output; and separate questions. Methods: plain `generate` that reads the
+whole prompt again in each call, plain `generate` that passes its own cache on, this library with lookup, the same with
+`prefix_cache`, and with a store of earlier texts as well. Reports seconds of all calls, and whether the texts are the
+same. Two batches ask `--rows` questions each about the same document: plain `generate`, this library with nothing
+drafted, and the same with `prefix_cache`, which shares the document among rows and batches.
 """
 
 from __future__ import annotations
@@ -27,14 +30,18 @@ from ssd_generation.generation import enable_self_speculative
 from ssd_generation.harness.run import interleaved
 from ssd_generation.models import load_model
 from ssd_generation.support.versions import CACHE
-from ssd_generation.tuning.measuring import describe_machine
 
-from .program import Program
+from .program import Program, conditions
 
-__all__ = ["measure_batches", "measure_conversation", "measure_first_tokens"]
+__all__ = ["KINDS", "measure_batches", "measure_calls", "measure_first_tokens"]
+
+KINDS = ("chat", "agent", "questions")
+"""Series of calls."""
 
 _TEXT = Path(__file__).parents[2] / "docs" / "how-it-works.md"
 _NEW = 32
+_OUTPUT = 60
+"""Tokens of a tool's output."""
 _QUESTIONS = ("What is this about?", "Say it in one line.", "What is new?", "Who needs it?", "And what does it cost?")
 _NOTHING = DraftingConfig(policy="none")
 _METHODS: dict[str, SelfSpeculativeConfig | None] = {
@@ -86,46 +93,56 @@ def measure_first_tokens(
     return results
 
 
-def measure_conversation(model: Any, tokenizer: Any, document: int, turns: int) -> dict[str, Any]:
-    """Time the turns of a conversation about a document.
+def measure_calls(model: Any, tokenizer: Any, kind: str, document: int, turns: int) -> dict[str, Any]:
+    """Time a series of calls whose prompts begin with the same document.
 
     Args:
         model: the target model, enabled.
         tokenizer: its tokenizer.
+        kind: `"chat"`, `"agent"` or `"questions"`; see the module's docstring.
         document: length of the document in tokens.
-        turns: number of turns.
+        turns: number of calls.
 
     Returns:
-        By method, `seconds` of each turn and `texts`.
+        By method, `seconds` of each call and `texts`.
     """
     lookup = SelfSpeculativeConfig(lookup=LookupConfig())
-    questions = [
+    stored = SelfSpeculativeConfig(lookup=LookupConfig(store=True))
+    added = [
         tokenizer("\n" + _QUESTIONS[turn % len(_QUESTIONS)] + "\n", return_tensors="pt").input_ids
         for turn in range(turns)
     ]
+    if kind == "agent":
+        outputs = _tokens(tokenizer, document + _OUTPUT * turns)[:, document:]
+        added = list(torch.split(outputs, _OUTPUT, dim=1))
 
-    def converse(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        text, seconds, texts = _tokens(tokenizer, document), [], []
-        for question in questions:
-            text = torch.cat((text, question), dim=1)
+    def in_turn(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        begin = _tokens(tokenizer, document)
+        text, seconds, texts = begin, [], []
+        for more in added:
+            asked = torch.cat((begin if kind == "questions" else text, more), dim=1)
             began = time.perf_counter()
-            text = answer(text)
+            text = answer(asked)
             seconds.append(time.perf_counter() - began)
             texts.append(text[0].tolist())
         return {"seconds": seconds, "texts": texts}
 
-    def handing_on() -> Callable[[torch.Tensor], torch.Tensor]:
+    def passing_on() -> Callable[[torch.Tensor], torch.Tensor]:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         return lambda text: _generate(model, text, _NEW, **{CACHE: cache})
 
-    found = {}
+    def drafting(config: SelfSpeculativeConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda text: _generate(model, text, _NEW, self_speculative=config)
+
     _generate(model, _tokens(tokenizer, 64), _NEW, self_speculative=lookup)
-    found["plain"] = converse(lambda text: _generate(model, text, _NEW))
-    found["plain, handing its cache on"] = converse(handing_on())
-    found["lookup"] = converse(lambda text: _generate(model, text, _NEW, self_speculative=lookup))
-    enable_self_speculative(model, prefix_cache="2GB")
-    found["lookup, prefix_cache"] = converse(lambda text: _generate(model, text, _NEW, self_speculative=lookup))
-    enable_self_speculative(model, prefix_cache=False)
+    found = {"plain": in_turn(lambda text: _generate(model, text, _NEW))}
+    if kind != "questions":
+        found["plain, passing its cache on"] = in_turn(passing_on())
+    found["lookup"] = in_turn(drafting(lookup))
+    for name, config in (("lookup, prefix_cache", lookup), ("lookup with a store, prefix_cache", stored)):
+        enable_self_speculative(model, prefix_cache="2GB")
+        found[name] = in_turn(drafting(config))
+        enable_self_speculative(model, prefix_cache=False)
     return found
 
 
@@ -179,43 +196,35 @@ def main(words: Sequence[str] | None = None) -> None:
     program = Program("prompts", __doc__)
     program.add_model(dtype="bfloat16")
     program.add_argument("--lengths", type=int, nargs="*", default=[64, 256, 500, 2000], help="tokens of prompts")
+    program.add_argument("--calls", nargs="*", choices=KINDS, default=["chat"], help="series of calls")
     program.add_counts(repeats=3, turns=6, document=1000, rows=8)
     program.add_json()
     arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     model = enable_self_speculative(model.eval())
-    machine = describe_machine(model)
     first = measure_first_tokens(model, tokenizer, arguments.lengths, arguments.repeats)
-    talk = measure_conversation(model, tokenizer, arguments.document, arguments.turns)
+    series = {
+        kind: measure_calls(model, tokenizer, kind, arguments.document, arguments.turns) for kind in arguments.calls
+    }
     batches = measure_batches(model, tokenizer, arguments.document, arguments.rows)
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "machine": machine,
-                    "lengths": arguments.lengths,
-                    "first": first,
-                    "conversation": talk,
-                    "batches": batches,
-                }
-            )
-        )
+        document = {"conditions": conditions(arguments), "lengths": arguments.lengths, "first": first}
+        print(json.dumps({**document, "calls": series, "batches": batches}))
         return
-    print(machine)
-    print(f"{'seconds to the first token':30}" + "".join(f"{n:>24}" for n in arguments.lengths))
+    print(conditions(arguments))
+    print(f"\n{'seconds to the first token':30}" + "".join(f"{n:>24}" for n in arguments.lengths))
     for name in _METHODS:
         cells = [f"{statistics.median(s[name]):.2f} ({min(s[name]):.2f}-{max(s[name]):.2f})" for s in first]
         print(f"{name:30}" + "".join(f"{cell:>24}" for cell in cells))
-    print(
-        f"\n{arguments.turns} turns about {arguments.document} tokens{'seconds':>20}{'first':>10}{'others':>10}  texts"
-    )
-    for name, one in talk.items():
-        seconds = one["seconds"]
-        same = sum(a == b for a, b in zip(one["texts"], talk["plain"]["texts"], strict=True))
-        drafted = one["texts"] == talk["lookup"]["texts"]
-        others = statistics.mean(seconds[1:]) if len(seconds) > 1 else float("nan")
-        said = f"{same} of {len(seconds)} plain's" + (", lookup's" if drafted else "")
-        print(f"{name:36}{sum(seconds):12.2f}{seconds[0]:10.2f}{others:10.2f}  {said}")
+    for kind, found in series.items():
+        print(f"\n{kind}: {arguments.turns} calls, {arguments.document} tokens{'':6}seconds     first    others  texts")
+        for name, one in found.items():
+            seconds = one["seconds"]
+            same = sum(a == b for a, b in zip(one["texts"], found["plain"]["texts"], strict=True))
+            drafted = one["texts"] == found["lookup"]["texts"]
+            others = statistics.mean(seconds[1:]) if len(seconds) > 1 else float("nan")
+            said = f"{same} of {len(seconds)} plain's" + (", lookup's" if drafted else "")
+            print(f"{name:36}{sum(seconds):12.2f}{seconds[0]:10.2f}{others:10.2f}  {said}")
     print(
         f"\ntwo batches of {arguments.rows} questions{'first':>26}{'second':>10}  rows with the text of nothing drafted"
     )
