@@ -133,8 +133,8 @@ def test_parts_take_turns_with_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_call.FirstCall, "_in_parts", parts)
     model = made()
     stream(model, slow, self_speculative="auto")
-    # A part follows the first token (the prompt is put first), and no other before decoding has taken as long.
-    assert [tokens for _, tokens in done] == [2, 4, 6, 9, 11, 14]
+    # A part follows the first token (the prompt is put first), and another one when decoding has taken twice as long.
+    assert [tokens for _, tokens in done] == [2, 6, 11, 14, 14, 14]
     assert slow.got[-1] == "end" and len(slow.got) == NEW + 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -190,10 +191,61 @@ def test_a_conversation_in_half_precision_has_the_same_bits(drafts: Any, monkeyp
         ids = torch.cat((found[0].sequences, prompt(5, seed=turn)), dim=1)
 
 
+@pytest.fixture
+def read_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have prompts read by the model's own code, as where torch's kernels are far ahead, in parts of 32 tokens."""
+    for most in ("_PAYS", "_PAYS_REUSED"):
+        monkeypatch.setattr(prompt_kernels, most, 0.0)
+    monkeypatch.setattr(prompt_kernels, "PART", 32)
+
+
+@pytest.mark.parametrize("drafts", [NOTHING, OWN, LOOKUP], ids=["nothing", "own", "lookup"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3"])
+@pytest.mark.measures
+def test_a_prompt_in_parts_has_the_same_bits_after_a_stored_one(drafts: Any, family: str, read_by_torch: None) -> None:
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    one, other = model_of(torch.bfloat16, family=family), model_of(torch.bfloat16, family=family)
+    ids = prompt(60)
+    for turn in range(4):
+        enable_self_speculative(other, prefix_cache=False)
+        enable_self_speculative(other, prefix_cache=True)  # which is empty
+        found = [generate(model, ids, drafts, **options) for model in (one, other)]
+        assert torch.equal(found[0].sequences, found[1].sequences)
+        assert all(map(torch.equal, found[0].logits, found[1].logits))
+        # Whole parts of earlier prompts, and nothing that was decoded.
+        assert reused(other) == 0 and reused(one) == (0 if turn == 0 else (60 + 17 * (turn - 1)) // 32 * 32)
+        assert one.last_speculation.exactness == other.last_speculation.exactness
+        ids = torch.cat((found[0].sequences, prompt(5, seed=turn)), dim=1)
+
+
+@pytest.mark.measures
+def test_parts_begin_at_multiples_of_their_length(read_by_torch: None) -> None:
+    model = model_of(torch.bfloat16)
+    text = prompt(100)
+    generate(model, text)
+    for count, known in ((31, 0), (32, 0), (33, 32), (63, 32), (64, 32), (65, 64), (96, 64), (97, 96)):
+        # The last token of a prompt is always read; what follows the stored one differs.
+        generate(model, torch.cat((text[:, :count], prompt(1, seed=count)), dim=1)[:, :count])
+        assert reused(model) == known, count
+    other = torch.cat((text[:, :80], prompt(20, seed=9)), dim=1)
+    generate(model, other)
+    assert reused(model) == 64  # it parts from the stored one in the middle of a part
+
+
+@pytest.mark.measures
+def test_where_parts_do_not_keep_bits_nothing_is_reused(read_by_torch: None) -> None:
+    model = model_of(torch.bfloat16)
+    assert prompt_kernels._parts_keep_bits(model)
+    calls = itertools.count()
+    with model.model.layers[1].register_forward_hook(lambda module, args, output: output + 0.1 * next(calls)):
+        assert not prompt_kernels._parts_keep_bits(model) and prompt_kernels.part_of_prompts(model) is None
+
+
 @pytest.mark.measures
 def test_in_half_precision_nothing_is_reused_that_rounding_could_change(monkeypatch: pytest.MonkeyPatch) -> None:
     for most in ("_PAYS", "_PAYS_REUSED"):
         monkeypatch.setattr(prompt_kernels, most, 0.0)
+    monkeypatch.setattr(prompt_kernels, "_parts_keep_bits", lambda model: False)
     model = model_of(torch.bfloat16)
     texts, counts = conversation(model, NOTHING)
     kept = state_of(model).get(PrefixPart).cache

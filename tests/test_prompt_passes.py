@@ -19,7 +19,7 @@ from ssd_generation.forward.captured.prompt_passes import prompt_passes
 from ssd_generation.forward.forward import Forward
 from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.versions import CACHE
-from ssd_generation.tuning import prompt_kernels
+from ssd_generation.tuning import plan_passes, prompt_kernels
 from ssd_generation.tuning.prompt_kernels import prompt_cost, reads_prompts
 from tiny_models import WINDOW, even_model, left_padded, prompt, tiny_model
 
@@ -199,6 +199,7 @@ def test_they_are_used_where_they_are_faster(tmp_path: Path, monkeypatch: pytest
 def test_they_may_take_longer_where_prefixes_are_reused(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int]
 ) -> None:
+    monkeypatch.setattr(plan_passes, "part_of_prompts", lambda model: None)
     for ours, is_used in ((3.9, True), (4.1, False)):
         monkeypatch.setattr(prompt_kernels, "_times", lambda model, ours=ours: (ours, 1.0, [[1.0, 1.0]]))
         monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / str(ours)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -58,8 +59,11 @@ def read_prompt(
     new = input_ids.shape[1] - slots_of(model_kwargs.get(name))
     answer = _by_captured_passes(forward, request, input_ids, model_kwargs)
     if answer is None:
-        with prompt_mode(model, batch * new, forward.plan.own_kernels):
-            answer = model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
+        config = _config_of_parts(forward, request, input_ids, model_kwargs)
+        # In parts, kernels must not depend on how many are left.
+        rows = batch * new if config is request.generation_config else config.prefill_chunk_size
+        with prompt_mode(model, rows, forward.plan.own_kernels):
+            answer = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     limits = request.limits(most_positions(model))
     context = _context(forward, model_kwargs, answer, input_ids.shape[1], limits.max_length)
     processors = Processors(request.processors, choice.draws)
@@ -94,6 +98,19 @@ def _by_captured_passes(
     if logits is None:
         return None
     return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+
+
+def _config_of_parts(
+    forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> GenerationConfig:
+    """Return the generation config with which a prompt is read: in the plan's parts where it is a single plain text."""
+    config, part, cache = request.generation_config, forward.plan.prompt_part, model_kwargs.get(CACHE)
+    is_plain = isinstance(cache, Cache) and starts_of_prompts(input_ids, model_kwargs, config) == [0]
+    if part is None or not is_plain or slots_of(cache) % part or RotarySwitch(forward.model):
+        return config
+    config = copy.copy(config)
+    config.prefill_chunk_size = part
+    return config
 
 
 def starts_of_prompts(

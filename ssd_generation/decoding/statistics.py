@@ -135,7 +135,7 @@ class SpeculationStatistics:
         self.exactness = BITWISE if forward.is_bitwise else NUMERIC
         self.exactness_reason = None if forward.is_bitwise else reason or "a pass was run by the model's own code"
         self.replayed_passes, self.replay_refusal = forward.replayed_passes, forward.replay_refusal
-        if reused and not forward.plan.prompts:
+        if reused and not forward.plan.prompts and forward.plan.prompt_part is None:
             self.exactness, self.exactness_reason = NUMERIC, "an earlier call computed the beginning of its prompt"
 
     def record_round(

@@ -2,7 +2,7 @@
 
 A reader wants to see the first token at once. So the text is decoded as transformers decodes it, each token is handed
 on, and what drafting needs (the check of the model, compiled kernels, costs, low-bit copies) is made in parts: some
-between tokens, as long as they have taken less time than decoding, and the rest at the end. The next call drafts.
+between tokens, for about a third of the time, and the rest at the end. The next call drafts.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class FirstCall:
                 lock.release()
 
     def _go_on(self) -> None:
-        """Do the next part, unless parts have taken longer than decoding so far."""
-        if self._parts is not None and 2 * self._spent <= time.perf_counter() - self._began:
+        """Do the next part, unless parts have taken more than a third of the time so far."""
+        if self._parts is not None and 3 * self._spent <= time.perf_counter() - self._began:
             with without_bars():
                 self._next()
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["load_prefix_cache", "save_prefix_cache"]
 
-_FORMAT = 1
+_FORMAT = 2
 _FILE = Kind("a file of prefixes", 2**40)
-_KEY = (str | None, str, str, int, bool)
-"""Types of the parts of a key: salt, dtype, device, threads, and whether prompts are read by JIT-compiled kernels."""
+_KEY = (str | None, str, str, int, str)
+"""Types of the parts of a key: salt, dtype, device, threads, and how prompts are read."""
 
 
 def save_prefix_cache(model: PreTrainedModel, path: str | os.PathLike[str]) -> int:

@@ -164,7 +164,9 @@ class Prefix:
         self._prefixes = self._part.cache
         if self._prefixes is not None and not self._may_be(model_kwargs, config):
             self._prefixes = None
-        self._key = (salt, str(forward.model.dtype), str(forward.device), torch.get_num_threads(), forward.plan.prompts)
+        plan = forward.plan
+        how = "kernels" if plan.prompts else "at once" if plan.prompt_part is None else f"parts of {plan.prompt_part}"
+        self._key = (salt, str(forward.model.dtype), str(forward.device), torch.get_num_threads(), how)
 
     def _may_be(self, model_kwargs: dict[str, Any], config: GenerationConfig) -> bool:
         """Tell whether keys and values of this call depend on nothing but tokens and the key."""
@@ -172,7 +174,8 @@ class Prefix:
         starts = starts_of_prompts(self._ids, model_kwargs, config)
         return (
             plan.captured  # no attentions or hidden states are requested
-            and (plan.prompts or (model.dtype == torch.float32 and len(self._ids) == 1))
+            and (plan.prompts or len(self._ids) == 1)
+            and (plan.prompts or plan.prompt_part is not None or model.dtype == torch.float32)
             and isinstance(cache, Cache)
             and slots_of(cache) == 0
             and starts is not None
@@ -212,7 +215,8 @@ class Prefix:
         """
         prefixes, part, tokens = self._prefixes, self._part, tokens.cpu()
         assert prefixes is not None
-        if prefixes.match(self._key, tokens) < _FEWEST:
+        count = self._whole_parts(prefixes.match(self._key, tokens))
+        if count < _FEWEST:
             return []
         if not self._is_checked:
             # torch does not count writes through `.data` or NumPy.
@@ -221,9 +225,15 @@ class Prefix:
                 prefixes.clear()
                 part.digest = digest
                 return []
-        found = prefixes.take(self._key, tokens, len(tokens))
-        self.reused += found[0][0].shape[2]
-        return found
+        found = prefixes.take(self._key, tokens, count)
+        # Another thread may have dropped some since.
+        count = self._whole_parts(found[0][0].shape[2] if found else 0)
+        self.reused += count
+        return [(keys[:, :, :count], values[:, :, :count]) for keys, values in found] if count else []
+
+    def _whole_parts(self, count: int) -> int:
+        """Return a number of tokens that the parts of a prompt have, at most `count`."""
+        return count - count % (self._forward.plan.prompt_part or 1)
 
     def add(self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Store copies of the keys and values of a text.
@@ -250,10 +260,11 @@ class Prefix:
         count = min(slots_of(self._cache), sequences.shape[1])
         if forward.model.dtype != torch.float32:
             # A text must not depend on earlier ones: store only what any call would have computed to the bit.
-            if not forward.has_read_prompt:
+            in_parts = forward.plan.prompt_part is not None
+            if not (in_parts or forward.has_read_prompt):
                 return
-            if not forward.is_bitwise:
-                count = min(count, self._ids.shape[1])
+            if in_parts or not forward.is_bitwise:
+                count = self._whole_parts(min(count, self._ids.shape[1]))
         states = whole_text(self._cache, count)
         if states is not None:
             self.add(sequences[0, :count], states)

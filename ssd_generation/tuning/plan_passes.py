@@ -13,7 +13,7 @@ from ..forward.cuda_graph.graph_passes import target_graphs
 from ..forward.pass_plan import PassPlan
 from ..support.warn import warn_once
 from .exactness import batch_invariance_of_captured, batch_invariance_of_graphs, is_free
-from .prompt_kernels import reads_prompts
+from .prompt_kernels import part_of_prompts, reads_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,18 +51,20 @@ def plan_passes(
     refusal = _why_by_own_code(model, rows, exactness, returns_states)
     if is_check:
         batch_invariance = batch_invariance_to_check(model, exactness) if refusal is None else None
-        return PassPlan(refusal is None, False, batch_invariance, False, own_kernels, "the model is checked")
+        return PassPlan(refusal is None, False, batch_invariance, False, None, own_kernels, "the model is checked")
     batch_invariance, reason = (None, refusal) if refusal is not None else batch_invariance_of(model, exactness)
     if exactness == BITWISE and reason is not None and not returns_states:
         warn_once(model, f"{type(model).__name__} cannot decode bitwise here: {reason}.")
     if refusal is None and rows > 1 and (batch_invariance is None or batch_invariance.linear != NATIVE):
         refusal = reason or _TOGETHER
     if refusal is not None:
-        return PassPlan(False, False, None, False, own_kernels, refusal)
+        return PassPlan(False, False, None, False, None, own_kernels, refusal)
+    prompts, part = reads_prompts(model, batch_invariance), None
     # A single text in float32 is plain's on all that was tried, whatever is reused of torch's keys and values.
-    needs_bits = reuses and (rows > 1 or model.dtype != torch.float32)
-    prompts = reads_prompts(model, batch_invariance, needs_bits)
-    return PassPlan(True, rows == 1, batch_invariance, prompts, own_kernels, reason)
+    if reuses and not prompts and (rows > 1 or model.dtype != torch.float32):
+        part = part_of_prompts(model) if rows == 1 and not own_kernels else None
+        prompts = part is None and reads_prompts(model, batch_invariance, reuses=True)
+    return PassPlan(True, rows == 1, batch_invariance, prompts, part, own_kernels, reason)
 
 
 def _why_by_own_code(model: PreTrainedModel, rows: int, exactness: str | None, returns_states: bool) -> str | None:

@@ -25,16 +25,21 @@ from ..cache.recurrent import has_states
 from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
 from ..forward.captured.expert_layers import experts_of, native_experts, run_experts
 from ..forward.captured.prompt_passes import prompt_passes
+from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.structure.positions import cut_to_table
 from ..native.ops.linear import Linear, native_linear
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
+from ..support.versions import cache_argument
 from .measuring import describe_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["prompt_cost", "reads_prompts"]
+__all__ = ["PART", "part_of_prompts", "prompt_cost", "reads_prompts"]
+
+PART = 256
+"""Tokens of a part of a prompt: enough for torch's fastest kernels, and few to read again after a reused prefix."""
 
 _PAYS = 0.95
 """Highest cost of the JIT-compiled kernels, relative to torch's, at which they read prompts."""
@@ -53,6 +58,8 @@ _EXPERTS = 2
 
 _REPEATS = 3
 _TOKENS = 40
+_REST = 30
+"""Tokens after the parts of a text that is read in parts."""
 _COST = Number(0, 1e6, "a ratio of times")
 
 
@@ -199,6 +206,69 @@ def _keeps_bits(model: PreTrainedModel, batch_invariance: BatchInvariance) -> bo
         and torch.equal(found[0], whole[0])
         and all(torch.equal(one, other) for one, other in zip(found[1], whole[1], strict=True))
         for found in parts
+    )
+
+
+def part_of_prompts(model: PreTrainedModel) -> int | None:
+    """Return the length of the parts in which the model's own code reads prompts to the same bits after any cache.
+
+    torch's kernels may round a token differently depending on how many are multiplied with it. Parts that begin at
+    multiples of their length are multiplied alike in every call: whether that suffices here is tried, once per machine.
+
+    Args:
+        model: the target model.
+
+    Returns:
+        `PART`; `None` where bits differ, or prompts with recurrent states would have to be read in parts.
+    """
+    if has_states(model) or cut_to_table(model, 2 * PART, _REST) < 2 * PART:
+        return None
+
+    def measure() -> bool:
+        with torch.inference_mode():
+            return _parts_keep_bits(model)
+
+    described = {"what": "bits of prompts in parts", **describe_model(model), "part": PART, "format": 1}
+    return PART if cached_measurement(model, described, measure) is True else None
+
+
+def _parts_keep_bits(model: PreTrainedModel) -> bool:
+    """Tell whether two parts and a rest of a text have the same bits after a copy of the parts before."""
+    count = 2 * PART + _REST
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    ids = torch.randint(0, vocabulary, (1, count), generator=_generator(), device="cpu")
+    fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+    def read(known: list[tuple[torch.Tensor, torch.Tensor]], at: int) -> tuple[torch.Tensor, list[Any]]:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        add_buffers(cache)
+        for layer, states in zip(cache.layers, known, strict=False):
+            layer.update(*(part[:, :, :at].clone() for part in states))
+        logits = torch.empty(0, device="cpu")
+        for end in range(at + PART, count + PART, PART):
+            part = ids[:, at : min(end, count)]
+            mask = torch.ones((1, at + part.shape[1]), dtype=torch.long, device="cpu")
+            positions = torch.arange(at, at + part.shape[1], device="cpu")[None]
+            with prompt_mode(model, PART):
+                logits = model(
+                    input_ids=part,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    use_cache=True,
+                    **{cache_argument(model): cache},
+                    **fewer,
+                ).logits[:, -1]
+            at += part.shape[1]
+        return logits, [(layer.keys, layer.values) for layer in cache.layers]
+
+    try:
+        logits, states = read([], 0)
+        others = [read(states, at) for at in (PART, 2 * PART)]
+    except Exception:  # for example, a model without positions among its arguments
+        return False
+    whole = [logits, *(part for pair in states for part in pair)]
+    return all(
+        all(map(torch.equal, whole, [other, *(part for pair in found for part in pair)])) for other, found in others
     )
 
 
