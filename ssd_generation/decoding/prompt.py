@@ -104,7 +104,8 @@ def _config_of_parts(
     forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> GenerationConfig:
     """Return the generation config with which a prompt is read: in the plan's parts where it is a single plain text."""
-    config, part, cache = request.generation_config, forward.plan.prompt_part, model_kwargs.get(CACHE)
+    config, part = request.generation_config, forward.plan.prompt_part
+    cache = model_kwargs.get(cache_argument(forward.model))
     is_plain = isinstance(cache, Cache) and starts_of_prompts(input_ids, model_kwargs, config) == [0]
     if part is None or not is_plain or slots_of(cache) % part or RotarySwitch(forward.model):
         return config

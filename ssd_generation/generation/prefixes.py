@@ -232,7 +232,7 @@ class Prefix:
         return [(keys[:, :, :count], values[:, :, :count]) for keys, values in found] if count else []
 
     def _whole_parts(self, count: int) -> int:
-        """Return a number of tokens that the parts of a prompt have, at most `count`."""
+        """Round a number of tokens down to whole parts of a prompt."""
         return count - count % (self._forward.plan.prompt_part or 1)
 
     def add(self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -27,6 +27,7 @@ from ..forward.captured.expert_layers import experts_of, native_experts, run_exp
 from ..forward.captured.prompt_passes import prompt_passes
 from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.structure.positions import cut_to_table
+from ..forward.structure.sublayers import input_device
 from ..native.ops.linear import Linear, native_linear
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
@@ -219,9 +220,10 @@ def part_of_prompts(model: PreTrainedModel) -> int | None:
         model: the target model.
 
     Returns:
-        `PART`; `None` where bits differ, or prompts with recurrent states would have to be read in parts.
+        `PART`; `None` where bits differ, or prompts with recurrent states would have to be read in parts, or the model
+        is not on the CPU.
     """
-    if has_states(model) or cut_to_table(model, 2 * PART, _REST) < 2 * PART:
+    if input_device(model).type != "cpu" or has_states(model) or cut_to_table(model, 2 * PART, _REST) < 2 * PART:
         return None
 
     def measure() -> bool:
