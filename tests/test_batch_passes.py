@@ -57,13 +57,13 @@ LENGTHS = [21, 9, 16]
 def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Set whether the decoding kernels read prompts, so that no test depends on what is faster on this machine."""
     reads: bool = request.param
-    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses: reads)
+    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: reads)
     return reads
 
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses: True)
+    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: True)
 
 
 @pytest.fixture

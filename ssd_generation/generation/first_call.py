@@ -43,7 +43,8 @@ class FirstCallPart(Part):
 
     Attributes:
         lock: held by the thread that prepares drafts between the tokens of a text.
-        is_over: whether all was prepared, or failed; later calls measure what they lack beforehand.
+        is_over: whether all was prepared, by this process or an earlier one, or failed; later calls measure what they
+            lack beforehand.
     """
 
     def __init__(self) -> None:
@@ -61,19 +62,22 @@ def is_first_call(request: Request) -> bool:
         request: request of the call.
     """
     model, prompts = request.model, prompt_of(request.args, request.kwargs)
-    return (
+    part = state_of(model).get(FirstCallPart)
+    may_be = (
         request.is_auto
+        and not part.is_over
         and request.kwargs.get("streamer") is not None
         and prompts is not None
         and len(prompts) == 1
         and next(model.parameters()).device.type == "cpu"
         and mesh_of(model) is None
         and not is_offloaded(model)
-        and not state_of(model).get(FirstCallPart).is_over
         and module_states(model) is None
         and not has_states(model)
-        and not is_chosen(model, request.draft_memory)
     )
+    if may_be:
+        part.is_over = is_chosen(model, request.draft_memory)
+    return may_be and not part.is_over
 
 
 class FirstCall:
