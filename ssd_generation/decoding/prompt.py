@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ..cache.recurrent import Checkpoint, slots_of
 from ..forward.context import Context
 from ..forward.eager.module_states import module_states
 from ..forward.eager.prompt_mode import prompt_mode
+from ..forward.eager.prompt_parts import read_in_parts
 from ..forward.forward import Forward
 from ..forward.structure.positions import most_positions
 from ..support.padding import padding_at_left
@@ -59,11 +59,10 @@ def read_prompt(
     new = input_ids.shape[1] - slots_of(model_kwargs.get(name))
     answer = _by_captured_passes(forward, request, input_ids, model_kwargs)
     if answer is None:
-        config = _config_of_parts(forward, request, input_ids, model_kwargs)
-        # In parts, kernels must not depend on how many are left.
-        rows = batch * new if config is request.generation_config else config.prefill_chunk_size
-        with prompt_mode(model, rows, forward.plan.own_kernels):
-            answer = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+        answer = _in_parts(forward, request, input_ids, model_kwargs)
+    if answer is None:
+        with prompt_mode(model, batch * new, forward.plan.own_kernels):
+            answer = model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
     limits = request.limits(most_positions(model))
     context = _context(forward, model_kwargs, answer, input_ids.shape[1], limits.max_length)
     processors = Processors(request.processors, choice.draws)
@@ -100,18 +99,19 @@ def _by_captured_passes(
     return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
 
-def _config_of_parts(
+def _in_parts(
     forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
-) -> GenerationConfig:
-    """Return the generation config with which a prompt is read: in the plan's parts where it is a single plain text."""
-    config, part = request.generation_config, forward.plan.prompt_part
-    cache = model_kwargs.get(cache_argument(forward.model))
-    is_plain = isinstance(cache, Cache) and starts_of_prompts(input_ids, model_kwargs, config) == [0]
-    if part is None or not is_plain or slots_of(cache) % part or RotarySwitch(forward.model):
-        return config
-    config = copy.copy(config)
-    config.prefill_chunk_size = part
-    return config
+) -> CausalLMOutputWithPast | None:
+    """Read a single text in the plan's parts; return the outputs, or `None` where it consists of more than tokens."""
+    part, cache = forward.plan.prompt_part, model_kwargs.get(cache_argument(forward.model))
+    if part is None or not isinstance(cache, Cache) or slots_of(cache) % part or RotarySwitch(forward.model):
+        return None
+    if starts_of_prompts(input_ids, model_kwargs, request.generation_config) != [0]:
+        return None
+    positions = model_kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    return read_in_parts(forward.model, cache, input_ids, positions, part)
 
 
 def starts_of_prompts(

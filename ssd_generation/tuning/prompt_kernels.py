@@ -25,13 +25,12 @@ from ..cache.recurrent import has_states
 from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
 from ..forward.captured.expert_layers import experts_of, native_experts, run_experts
 from ..forward.captured.prompt_passes import prompt_passes
-from ..forward.eager.prompt_mode import prompt_mode
+from ..forward.eager.prompt_parts import read_in_parts
 from ..forward.structure.positions import cut_to_table
 from ..forward.structure.sublayers import input_device
 from ..native.ops.linear import Linear, native_linear
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
-from ..support.versions import cache_argument
 from .measuring import describe_model
 
 if TYPE_CHECKING:
@@ -239,28 +238,15 @@ def _parts_keep_bits(model: PreTrainedModel) -> bool:
     count = 2 * PART + _REST
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ids = torch.randint(0, vocabulary, (1, count), generator=_generator(), device="cpu")
-    fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    positions = torch.arange(count, device="cpu")[None]
 
     def read(known: list[tuple[torch.Tensor, torch.Tensor]], at: int) -> tuple[torch.Tensor, list[Any]]:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         add_buffers(cache)
         for layer, states in zip(cache.layers, known, strict=False):
             layer.update(*(part[:, :, :at].clone() for part in states))
-        logits = torch.empty(0, device="cpu")
-        for end in range(at + PART, count + PART, PART):
-            part = ids[:, at : min(end, count)]
-            mask = torch.ones((1, at + part.shape[1]), dtype=torch.long, device="cpu")
-            positions = torch.arange(at, at + part.shape[1], device="cpu")[None]
-            with prompt_mode(model, PART):
-                logits = model(
-                    input_ids=part,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    use_cache=True,
-                    **{cache_argument(model): cache},
-                    **fewer,
-                ).logits[:, -1]
-            at += part.shape[1]
+        logits = read_in_parts(model, cache, ids, positions, PART).logits
+        assert logits is not None
         return logits, [(layer.keys, layer.values) for layer in cache.layers]
 
     try:
