@@ -133,7 +133,7 @@ class FirstCall:
                 self._next()
 
     def _next(self) -> None:
-        """Do the next part. Whatever goes wrong in it is left to the next call, which measures beforehand."""
+        """Do the next part. After an error the next call measures beforehand."""
         assert self._parts is not None
         started = time.perf_counter()
         try:

@@ -21,7 +21,7 @@ TOO_SHORT = "it requests too few tokens for drafting to pay"
 MEASURED_MEANWHILE = "it is the first call for this model on this machine, which was measured between its tokens"
 
 _EXPECTED = frozenset({TOO_SHORT, MEASURED_MEANWHILE})
-"""Refusals of calls that nobody needs to be warned of."""
+"""Refusals without a warning."""
 
 
 def decode_plainly(

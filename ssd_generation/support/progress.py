@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 from transformers.utils import logging as hf_logging
+
+from .contexts import holding
 
 __all__ = ["progress_bar", "without_bars"]
 
@@ -35,12 +36,6 @@ def progress_bar(total: int, desc: str, shows: bool = True, bar_format: str = _P
     )
 
 
-@contextmanager
-def without_bars() -> Iterator[None]:
+def without_bars() -> AbstractContextManager[None]:
     """Show no bars meanwhile: a text is being shown."""
-    before = _HIDES.get()
-    _HIDES.set(True)
-    try:
-        yield
-    finally:
-        _HIDES.set(before)
+    return holding(_HIDES, True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+
+from .contexts import holding
 
 __all__ = ["drafts_unasked", "may_draft_unasked", "only_asked_drafts"]
 
@@ -22,7 +23,7 @@ def only_asked_drafts() -> AbstractContextManager[None]:
     Used inside a `generate` call, since its processors, streamers and checks expect the model as it is; and around the
     baselines that drafting is compared with.
     """
-    return _with_only_asked(True)
+    return holding(_ONLY_ASKED, True)
 
 
 def drafts_unasked() -> AbstractContextManager[None]:
@@ -30,15 +31,4 @@ def drafts_unasked() -> AbstractContextManager[None]:
 
     Used for the code that a call with `custom_generate="folder"` runs in place of `generate`'s own.
     """
-    return _with_only_asked(False)
-
-
-@contextmanager
-def _with_only_asked(value: bool) -> Iterator[None]:
-    before = _ONLY_ASKED.get()
-    _ONLY_ASKED.set(value)
-    try:
-        yield
-    finally:
-        # Not `reset`, which raises where a generator is closed in another context.
-        _ONLY_ASKED.set(before)
+    return holding(_ONLY_ASKED, False)

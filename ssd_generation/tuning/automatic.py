@@ -182,7 +182,7 @@ def automatic_choice(
     if not asked.names:
         lookup = _candidate(None, 0.0)
         lookup = dataclasses.replace(lookup, costs=costs_of(model, lookup))
-        _note_chosen(model, draft_memory)
+        asked.note_answered(model)
         return AutomaticChoice(lookup, asked.draft_memory, ruled_out=asked.ruled_out)
     known = asked.answer(model, lambda: _choose(model, asked.names, prompt))
     choice = _with_costs(model, asked.chosen(known))
@@ -190,32 +190,35 @@ def automatic_choice(
     if again is not known:
         known = asked.answer(model, lambda: again, again=True)
         choice = _with_costs(model, asked.chosen(known))
-    _note_chosen(model, draft_memory)
+    asked.note_answered(model)
     return choice
 
 
 @dataclass(frozen=True)
 class _Question:
-    """What `automatic_choice` chooses from, and the key of its answer in the measurement store."""
+    """The candidates of `automatic_choice`.
+
+    Attributes:
+        draft_memory: share of the weights' bytes that copies may take.
+        names: precisions to choose from.
+        ruled_out: reasons why others are not tried, by precision.
+        described: key of the answer in the measurement store.
+        brief: key of the note that there is one (`is_chosen`).
+    """
 
     draft_memory: float
     names: list[str]
     ruled_out: dict[str, str]
     described: dict[str, Any]
+    brief: dict[str, Any]
 
     @classmethod
     def of(cls, model: PreTrainedModel, draft_memory: float | None) -> _Question:
+        brief = _described_briefly(model, draft_memory)
         draft_memory = usual_budget(model) if draft_memory is None else _check_share(draft_memory)
         names, ruled_out = ([], {}) if is_offloaded(model) else _allowed(model, draft_memory)
-        described = {
-            "what": "auto",
-            "name": getattr(model.config, "_name_or_path", None),
-            **describe_model(model),
-            "names": names,
-            "numbers": origin_of(model),
-            "format": 5,
-        }
-        return cls(draft_memory, names, ruled_out, described)
+        described = {key: value for key, value in brief.items() if key != "draft_memory"}
+        return cls(draft_memory, names, ruled_out, {**described, "what": "auto", "names": names, "format": 5}, brief)
 
     def chosen(self, answer: Any) -> AutomaticChoice:
         """Return the choice without costs; raise on anything wrong with what was stored."""
@@ -232,6 +235,11 @@ class _Question:
     def answer(self, model: PreTrainedModel, measure: Callable[[], Any], again: bool = False) -> Any:
         """Return the stored answer, or what `measure` returns, which is stored."""
         return cached_measurement(model, self.described, measure, again=again, use=self.chosen)
+
+    def note_answered(self, model: PreTrainedModel) -> None:
+        """Record what `is_chosen` tells."""
+        noted = NoisyMeasurement(True) if was_noisy(model) else True
+        cached_measurement(model, self.brief, lambda: noted)
 
 
 def is_chosen(model: PreTrainedModel, draft_memory: float | None = None) -> bool:
@@ -254,12 +262,6 @@ def _described_briefly(model: PreTrainedModel, draft_memory: float | None) -> di
         "draft_memory": None if draft_memory is None else _check_share(draft_memory),
         "numbers": origin_of(model),
     }
-
-
-def _note_chosen(model: PreTrainedModel, draft_memory: float | None) -> None:
-    """Record what `is_chosen` tells."""
-    noted = NoisyMeasurement(True) if was_noisy(model) else True
-    cached_measurement(model, _described_briefly(model, draft_memory), lambda: noted)
 
 
 def choose_in_parts(

@@ -60,7 +60,7 @@ def plan_passes(
     if refusal is not None:
         return PassPlan(False, False, None, False, None, own_kernels, refusal)
     prompts, part = reads_prompts(model, batch_invariance), None
-    # A single text in float32 is plain's on all that was tried, whatever is reused of torch's keys and values.
+    # A single text in float32 is plain's on all that was tried, with reused keys and values of torch's as well.
     if reuses and not prompts and (rows > 1 or model.dtype != torch.float32):
         part = part_of_prompts(model) if rows == 1 and not own_kernels else None
         prompts = part is None and reads_prompts(model, batch_invariance, reuses=True)
