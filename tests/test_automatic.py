@@ -667,5 +667,6 @@ def test_what_a_busy_machine_measured_is_not_kept(model: Any, cache: Path, monke
     monkeypatch.setattr(measurements, "_STEADY", 0.0)  # as if no pass ever took the same time twice
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), exactness="numeric")
     found = costs.costs_of(model, config)
-    assert files(cache) == [] and measurements.was_noisy(model)
+    assert all(described(file) == "captured pass" for file in files(cache)), "that takes no time"
+    assert measurements.was_noisy(model)
     assert costs.costs_of(model, config) == found, "remembered as long as the model lives"

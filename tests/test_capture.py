@@ -7,6 +7,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from ssd_generation.forward.captured.fx_graph import CapturedPass, at_length, of
 from ssd_generation.forward.captured.passes import CapturedPasses, captured_target
 from ssd_generation.forward.captured.rewrites import share_results
 from ssd_generation.support.versions import CACHE
-from tiny_models import FAMILIES, prompt, tiny_model
+from tiny_models import FAMILIES, forget_measurements, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
 NEW = 10
@@ -291,6 +292,46 @@ def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(passes, "share_results", wrong)
     assert "different logits" in str(refusal(model))
+
+
+@pytest.mark.measures
+def test_a_later_process_compares_only_what_is_new(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    from ssd_generation.forward.captured import passes, trial
+
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "cache"))
+    compared: list[int] = []
+    agrees = trial._agrees
+    monkeypatch.setattr(trial, "_agrees", lambda *args: compared.append(0) or agrees(*args))
+
+    def times(of: PreTrainedModel) -> int:
+        """Return how often a pass was compared, as in a new process."""
+        forget_measurements()
+        compared.clear()
+        assert refusal(of) is None
+        return len(compared)
+
+    assert times(model) >= 2
+    assert times(model) == 0
+    other = enable_self_speculative(tiny_model("llama", num_hidden_layers=2))
+    assert times(other) == 0, "the same numbers"
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.5)
+    assert times(other) >= 2
+    monkeypatch.setattr(trial, "code_of_package", lambda: "another version")
+    assert times(model) >= 2
+
+    def wrong(made: Any) -> None:
+        gate = next(node for node in made.nodes if node.target is nn.functional.silu)
+        gate.target = nn.functional.relu
+        share_results(made)
+
+    monkeypatch.setattr(passes, "share_results", wrong)
+    for _ in range(2):  # what is wrong is not stored
+        forget_measurements()
+        assert "different logits" in str(refusal(model))
 
 
 def test_attention_has_no_gaps(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:

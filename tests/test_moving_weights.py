@@ -149,7 +149,7 @@ def test_short_calls_do_not_quantise_until_they_have_missed_as_much(
     made = len(quantised)
     saved = seconds_saved(config)
     assert 0 < saved < 1
-    monkeypatch.setattr(moving_weights, "_SECONDS_PER_WEIGHT", 10 * saved / copies.num_weights())
+    monkeypatch.setattr(moving_weights, "SECONDS_PER_WEIGHT", 10 * saved / copies.num_weights())
     update(model, 0.02)
     for _ in range(3):
         follow_weights(model, config, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +38,8 @@ class SelfDrafter(Drafter):
         batch: number of rows, B.
         keeps_scores: whether drafts come with the scores that their tokens were drawn from.
         store: texts of earlier calls, searched by lookup as well; `None` for none.
+        prepare: makes a part of what the model needs for its own drafts, and returns whether all is there: called when
+            it would draft next. Until then lookup drafts alone. `None`: it is made beforehand.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
@@ -52,8 +54,10 @@ class SelfDrafter(Drafter):
         batch: int = 1,
         keeps_scores: bool = False,
         store: NGramStore | None = None,
+        prepare: Callable[[], bool] | None = None,
     ) -> None:
         self.forward = forward
+        self._prepare = prepare
         self.eos_token_ids = eos_token_ids
         self.keeps_scores = keeps_scores
         self.draft_passes = 0
@@ -69,7 +73,20 @@ class SelfDrafter(Drafter):
         """
         self.config = config
         self.policy = policy
-        self.forward.draft_by(config)
+        if self.is_prepared:
+            self.forward.draft_by(config)
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if the model can draft itself now."""
+        return self._prepare is None
+
+    def _go_on_preparing(self) -> bool:
+        """Make a part of what the model's own drafts need; return whether all is there."""
+        if self._prepare is not None and self._prepare():
+            self._prepare = None
+            self.forward.draft_by(self.config)
+        return self.is_prepared
 
     def state(self) -> dict[str, float]:
         """Return what the draft-length policy has learnt."""
@@ -103,6 +120,8 @@ class SelfDrafter(Drafter):
         for row in rows:
             length = self.policy.draft_length(limits[row], self._match(row))
             wanted[row] = length if self.config.drafts_itself else 0  # "fixed" and "confidence" do not check this
+        if any(wanted) and not self._go_on_preparing():
+            wanted = [0] * texts.batch
         draft, read = self._draft(texts, rows, wanted)
         if self.indexes is not None:
             self._look_up(draft, read, rows, limits)
@@ -230,6 +249,7 @@ def self_drafter(
     batch: int = 1,
     keeps_scores: bool = False,
     store: NGramStore | None = None,
+    prepare: Callable[[], bool] | None = None,
 ) -> SelfDrafter:
     """Build the drafter of a config for a call.
 
@@ -239,7 +259,7 @@ def self_drafter(
         generation_config: the prepared generation config of the call.
         policy: draft-length policy; by default a new one.
         batch: number of rows, B.
-        keeps_scores, store: as in `SelfDrafter`.
+        keeps_scores, store, prepare: as in `SelfDrafter`.
 
     Raises:
         ValueError: as `SelfSpeculativeCandidateGenerator`.
@@ -254,4 +274,4 @@ def self_drafter(
         )
     eos = getattr(generation_config, "_eos_token_tensor", None)
     ends = frozenset(eos.tolist()) if eos is not None else frozenset()
-    return SelfDrafter(forward, config, policy, ends, batch, keeps_scores, store)
+    return SelfDrafter(forward, config, policy, ends, batch, keeps_scores, store, prepare)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..drafting.drafter import CheckedDrafter, Drafter
 from ..drafting.ngram_store import NGramStore, StorePart
 from ..drafting.policy import CostAwarePolicy, DraftPolicy, make_policy
-from ..drafting.self_drafter import self_drafter
+from ..drafting.self_drafter import SelfDrafter, self_drafter
 from ..forward.forward import Forward
 from ..forward.structure.offloaded import is_offloaded
 from ..forward.structure.sublayers import input_device
@@ -19,6 +18,7 @@ from .costs import costs_of, rows_measured
 from .learnt import LearntPart
 from .measuring import describe_machine
 from .moving_weights import follow_weights
+from .pending_copies import pending_copies
 from .refinement import WINDOW, Refinement
 
 if TYPE_CHECKING:
@@ -52,8 +52,17 @@ def call_drafter(
         config = refinement.config
     follow_weights(model, config, generation_config.max_new_tokens)
     policy = policy_of(model, config, batch)
-    drafter = self_drafter(forward, config, generation_config, policy, batch, store=store_of(model, config))
-    return drafter, None if refinement is None else BetweenRounds(model, refinement, drafter.draft_by, batch)
+    pending = pending_copies(model, config, generation_config.max_new_tokens)
+    drafter = self_drafter(
+        forward,
+        config,
+        generation_config,
+        policy,
+        batch,
+        store=store_of(model, config),
+        prepare=None if pending is None else pending.make_some,
+    )
+    return drafter, None if refinement is None else BetweenRounds(model, refinement, drafter, batch)
 
 
 def store_of(model: PreTrainedModel, config: SelfSpeculativeConfig | None) -> NGramStore | None:
@@ -128,7 +137,7 @@ class BetweenRounds:
     Args:
         model: the target model.
         refinement: refinement of the draft.
-        draft_by: replaces the draft of the call.
+        drafter: drafter of the call, whose draft may be replaced.
         batch: number of rows, B.
     """
 
@@ -136,11 +145,11 @@ class BetweenRounds:
         self,
         model: PreTrainedModel,
         refinement: Refinement,
-        draft_by: Callable[[SelfSpeculativeConfig, DraftPolicy], None],
+        drafter: SelfDrafter,
         batch: int,
     ) -> None:
         self.refinement = refinement
-        self._model, self._batch, self._draft_by = model, batch, draft_by
+        self._model, self._batch, self._drafter = model, batch, drafter
         self._judged = 0  # tokens of the text
 
     def __call__(self, draft_passes: int, verified: int, rows: Rows) -> None:
@@ -149,7 +158,7 @@ class BetweenRounds:
         refinement.earn(draft_passes, verified)
         length = rows.lengths[0]
         since = length - max(self._judged, rows.prompt_length)
-        if not refinement.is_due(since):
+        if not (self._drafter.is_prepared and refinement.is_due(since)):
             return
         self._judged = length
         text = rows.verified_text(min(since, WINDOW))
@@ -161,4 +170,4 @@ class BetweenRounds:
         old = policies[key] if before == refinement.base else policies.pop(key)
         if isinstance(policy, CostAwarePolicy) and isinstance(old, CostAwarePolicy):
             policy.take_over(old)  # nothing is known of the new draft
-        self._draft_by(refinement.config, policy)
+        self._drafter.draft_by(refinement.config, policy)

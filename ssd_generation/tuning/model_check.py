@@ -50,6 +50,7 @@ from ..forward.structure.offloaded import CannotStandIn, is_offloaded, stand_in
 from ..forward.structure.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import Part, state_of
+from ..support.source_code import code_of
 from ..support.structure import modules_of
 from ..support.versions import CACHE
 from .measuring import describe_adapters, describe_model
@@ -246,7 +247,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
                 "layout": "batch" if is_batch else "single",
                 **describe_model(model),
                 "captured": why_not_captured(model, even_forbidden=True) is None,
-                "code": _code(model),
+                "code": code_of(model),
                 "checked by": _own_code(),
                 "exactness": exactness,
                 "by": "stand-in" if is_offloaded(model) else "model",
@@ -595,21 +596,3 @@ def _own_code() -> str:
         return hashlib.sha256(b"".join(file.read_bytes() for file in (*files, Path(__file__)))).hexdigest()
     except OSError:  # not installed as files
         return version(__name__.partition(".")[0])
-
-
-def _code(model: nn.Module) -> str:
-    """Return a fingerprint of the classes that the model consists of, and of the code of their passes.
-
-    Modules from neither torch nor transformers count with their place and their plain attributes.
-    """
-    kinds = {type(module) for module in model.modules()}
-    lines = []
-    for name, module in model.named_modules():
-        if not type(module).__module__.startswith(("torch.", "transformers.")):
-            given = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
-            lines.append(f"{name} {sorted(given.items())}")
-    for kind in kinds:
-        code = getattr(kind.forward, "__code__", None)
-        body = "" if code is None else hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()
-        lines.append(f"{kind.__module__}.{kind.__qualname__} {body}")
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

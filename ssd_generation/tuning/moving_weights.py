@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..config import SelfSpeculativeConfig
 
-__all__ = ["MovingWeightsPart", "follow_weights", "origin_of", "weights_in_use"]
+__all__ = ["SECONDS_PER_WEIGHT", "MovingWeightsPart", "follow_weights", "origin_of", "weights_in_use"]
 
 _MOST_ORIGINS = 16
 """Number of sets of weights that are remembered, as adapters are switched."""
@@ -28,7 +28,7 @@ _TOLERANCE = {"int8": 0.003, "int4": 0.02}
 """Drift of the weights, relative to their size, from which their copies are quantised again: a third of the change that
 rounding to so many bits makes."""
 
-_SECONDS_PER_WEIGHT = 2.5e-9
+SECONDS_PER_WEIGHT = 2.5e-9
 """Time of quantising a weight. A constant: with stored costs no decision depends on the clock."""
 
 
@@ -116,7 +116,7 @@ def follow_weights(model: PreTrainedModel, config: SelfSpeculativeConfig, new_to
         return
     if new_tokens is not None and config.costs is not None:
         part.forgone += new_tokens * seconds_saved(config)
-        if part.forgone < copies.num_weights() * _SECONDS_PER_WEIGHT:
+        if part.forgone < copies.num_weights() * SECONDS_PER_WEIGHT:
             return
     part.forgone = 0.0
     rewrite_copies(model, copies)

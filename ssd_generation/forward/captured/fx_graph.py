@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MethodType, SimpleNamespace
@@ -157,6 +158,17 @@ class CapturedPass:
             copy = of(weight)
         self.copied_weights.append(CopiedWeight(weight, copy, of))
         return self.add_constant(name, copy, before)
+
+    def digest(self) -> str:
+        """Return a digest of the operations and their arguments, of shapes, and of constants that are no tensors."""
+        found = hashlib.sha256()
+        for node in self.nodes:
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__qualname__", node.target)
+            constant = self.constants.get(node.target) if node.op == "get_attr" else None
+            if isinstance(constant, torch.Tensor):
+                constant = tuple(constant.shape), constant.dtype
+            found.update(f"{node.name} {node.op} {name} {node.args} {node.kwargs} {constant}\n".encode())
+        return found.hexdigest()
 
     def eliminate_dead_code(self) -> None:
         """Remove what computes results that are not read."""

@@ -366,6 +366,9 @@ class CapturedPasses:
     def _make(self, model: PreTrainedModel, captured: CapturedPass) -> Program | None:
         """Return a pass with its kernels; `None` where its bits depend on its width and must not."""
         length, copies = captured.length, None
+        # Passes of prompts are compared with these (tuning/prompt_kernels.py).
+        is_compared = not (self.is_draft or self._of_prompts or any(self._programs.values()))
+        digest = captured.digest() if is_compared else ""
         if self._of_prompts:
             _leave_out_head(model, captured)
         for node in captured.nodes:
@@ -404,9 +407,8 @@ class CapturedPasses:
         if self.is_draft:
             if not self._is_native:
                 try_out(model, program)
-        elif not any(self._programs.values()) and not self._of_prompts:
-            # Those of prompts are compared with these (tuning/prompt_kernels.py).
-            compare_with_model(model, program, self._attending, self.batch_invariance is not None)
+        elif is_compared:
+            compare_with_model(model, program, digest, self._attending, self.batch_invariance is not None)
         return program
 
     def _invariant_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers.cache_utils import Cache, DynamicCache
 
 from ...cache.buffered_layers import add_buffers
 from ...cache.recurrent import PassState, PassStates, has_states, has_states_alone
 from ...native.cache_table import ONE_TEXT
+from ...native.codegen.compiler import why_not
+from ...support.machine import cpu_name
+from ...support.measurements import cached_measurement
+from ...support.source_code import code_of, code_of_package
 from ...support.versions import cache_argument
 from ..rounding import agree, moved_embeddings
+from ..structure.adapters import adapters_in_use, numbers_of
 from ..structure.positions import cut_to_table
 from .cache_attention import CacheAttention
 from .capture import CannotCapture
@@ -36,25 +43,55 @@ Attending = Callable[[Cache, int], CacheAttention | None]
 """`(cache, tokens)` → the attention of a pass over so many tokens; `None` where the cache is of another kind."""
 
 
-def compare_with_model(model: PreTrainedModel, program: Program, attending: Attending, knows_windows: bool) -> None:
+def compare_with_model(
+    model: PreTrainedModel, program: Program, digest: str, attending: Attending, knows_windows: bool
+) -> None:
     """Compare a pass on a small cache with the model's own: a wrong capture must never decide a token.
 
-    Two of three texts have to agree: in half precision there are tokens whose logits change with every rounding.
+    Two of three texts have to agree: in half precision there are tokens whose logits change with every rounding. What
+    was found is stored for later processes, with the weights, the pass, and the code of the model and of this package.
 
     Args:
         model: the target model.
         program: the pass.
+        digest: digest of its operations, as captured.
         attending: begins the attention of the pass.
         knows_windows: whether this attention knows about sliding windows.
 
     Raises:
         CannotCapture: the logits differ by more than rounding.
     """
-    agreeing = [_agrees(model, program, attending, knows_windows, seed) for seed in range(2)]
-    if agreeing[0] != agreeing[1]:
-        agreeing.append(_agrees(model, program, attending, knows_windows, 2))
-    if sum(agreeing) < 2:
-        raise CannotCapture("the captured pass gives different logits from the model's")
+
+    def compare() -> bool:
+        agreeing = [_agrees(model, program, attending, knows_windows, seed) for seed in range(2)]
+        if agreeing[0] != agreeing[1]:
+            agreeing.append(_agrees(model, program, attending, knows_windows, 2))
+        if sum(agreeing) < 2:
+            raise CannotCapture("the captured pass gives different logits from the model's")
+        return True
+
+    if adapters_in_use(model):  # a few of their numbers stand for them elsewhere; here none would be enough
+        compare()
+    else:
+        cached_measurement(model, _described(model, digest, program.length), compare)
+
+
+def _described(model: PreTrainedModel, digest: str, length: int) -> dict[str, Any]:
+    """Describe all that the comparison depends on."""
+    return {
+        "what": "captured pass",
+        "machine": [cpu_name(), torch.get_num_threads(), torch.__version__, why_not() is None],
+        "transformers": transformers.__version__,
+        "attention": getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None),
+        "model": type(model).__name__,
+        "config": hashlib.sha256(str(model.config.to_dict()).encode()).hexdigest(),
+        "code": code_of(model),
+        "weights": numbers_of(model),
+        "dtype": str(model.dtype),
+        "pass": digest,
+        "tokens": length,
+        "compared by": code_of_package(),
+    }
 
 
 def _agrees(model: PreTrainedModel, program: Program, attending: Attending, knows_windows: bool, seed: int) -> bool:

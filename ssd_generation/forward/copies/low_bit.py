@@ -10,6 +10,7 @@ read by JIT-compiled kernels, or by ATen's where there are none; both take bfloa
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ __all__ = [
     "drop_copies",
     "estimated_bytes",
     "keep_only",
+    "missing_copies",
     "packing",
     "rewrite_copies",
 ]
@@ -491,8 +493,7 @@ class LowBitCopies:
             if reason is None and key not in store:
                 try:
                     if make is None:
-                        layers = [dense(p.module, model.dtype) for p in group]
-                        store[key] = LowBitCopy(layers, group[0].precision, precision.group_size)
+                        store[key] = _copy_of(model, group, precision.group_size)
                     else:
                         names, modules = [p.name for p in group], [p.module for p in group]
                         store[key] = make(names, modules, group[0].precision, precision.group_size)
@@ -589,6 +590,15 @@ class LowBitCopies:
         return [(m, forward(self._stand_ins[id(m)])) for m in self.modules if id(m) in self._stand_ins]
 
 
+def _copy_of(model: PreTrainedModel, group: Sequence[_Place], group_size: int) -> LowBitCopy:
+    """Return the copy of layers that share one.
+
+    Raises:
+        CannotRead: their weights cannot be obtained.
+    """
+    return LowBitCopy([dense(place.module, model.dtype) for place in group], group[0].precision, group_size)
+
+
 def _key(modules: Sequence[nn.Module], precision: str, group_size: int) -> Any:
     """Return the key of a copy: the weights of its layers, and how they are quantised."""
     return tuple(map(identity, modules)), precision, group_size
@@ -679,6 +689,37 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
         return LowBitCopies(model, skip, precision)
 
     return recent(part.low_bit_drafts, (skip, precision), made, _MOST_DRAFTS)
+
+
+def missing_copies(
+    model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig
+) -> list[tuple[int, Callable[[], None]]]:
+    """Return what `copies_of` would have to make, in parts: the number of weights, and a function that copies them.
+
+    Args:
+        model: the target model.
+        skip, precision: as in `copies_of`.
+
+    Raises:
+        ValueError: see `check_precision`.
+    """
+    part = state_of(model).get(CopiesPart)
+    if (skip, precision) in part.low_bit_drafts:
+        return []
+    check_precision(model, precision)
+    store, on_cpu, found = part.low_bit_copies, next(model.parameters()).device.type in ("cpu", "meta"), []
+
+    def make(key: Any, group: Sequence[_Place]) -> None:
+        if key not in store:
+            with contextlib.suppress(CannotRead):
+                store[key] = _copy_of(model, group, precision.group_size)
+
+    for group in _groups(_places(model, skip, precision)[0], precision.group_size):
+        key = _key([place.module for place in group], group[0].precision, precision.group_size)
+        rows, columns = sum(place.shape[0] for place in group), group[0].shape[1]
+        if key not in store and refused_shape(rows, columns, group[0].precision, precision.group_size, on_cpu) is None:
+            found.append((rows * columns, partial(make, key, group)))
+    return found
 
 
 def rewrite_copies(model: PreTrainedModel, copies: LowBitCopies) -> None:

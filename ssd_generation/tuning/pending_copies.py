@@ -1,0 +1,92 @@
+"""Low-bit copies that a process does not have yet: made between the tokens of a call, once they promise to pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..forward.copies.low_bit import missing_copies
+from ..forward.structure.offloaded import is_offloaded
+from ..forward.structure.sublayers import input_device
+from ..support.model_state import Part, state_of
+from .moving_weights import SECONDS_PER_WEIGHT
+from .speedup import seconds_saved
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..config import SelfSpeculativeConfig
+
+__all__ = ["PendingCopies", "PendingCopiesPart", "pending_copies"]
+
+_STEPS = 2
+"""Time for copies in a round, in plain steps: a reader sees tokens come at a steady pace."""
+
+_TO_COME = 4
+"""Tokens that a process is expected to decode in all, as a multiple of those up to the end of the present call."""
+
+
+class PendingCopiesPart(Part):
+    """Upper bound on the seconds that the calls so far would have saved with copies."""
+
+    def __init__(self) -> None:
+        self.forgone = 0.0
+
+    def drop(self) -> None:
+        self.forgone = 0.0
+
+
+class PendingCopies:
+    """Copies that are not there yet.
+
+    Args:
+        parts: numbers of weights, and functions that copy them.
+        each: number of weights to copy at a time, at least; 0 for none at all.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, Callable[[], None]]], each: int) -> None:
+        self._parts = list(parts)
+        self._each = each
+
+    def make_some(self) -> bool:
+        """Make a part of the copies; return whether all are there."""
+        left = self._each
+        while self._parts and left > 0:
+            weights, make = self._parts.pop(0)
+            make()
+            left -= weights
+        return not self._parts
+
+
+def pending_copies(
+    model: PreTrainedModel, config: SelfSpeculativeConfig, new_tokens: int | None
+) -> PendingCopies | None:
+    """Return the copies that a call makes between its tokens; `None` where it has all, or makes them beforehand.
+
+    Calls that are too short for them, with those before, make none: they draft by lookup alone. By costs that were
+    stored, no decision depends on the clock. Where a config has no costs or another policy than `"cost"`, it asks for
+    drafts in any case.
+
+    Args:
+        model: the target model.
+        config: the config that the call drafts with.
+        new_tokens: number of tokens that the call requests; `None` where that is not known.
+
+    Raises:
+        ValueError: low-bit copies cannot be made of the model.
+    """
+    if config.precision is None or config.costs is None or config.drafting.policy != "cost":
+        return None
+    saved = seconds_saved(config)
+    if saved <= 0 or is_offloaded(model) or input_device(model).type != "cpu":
+        return None
+    parts = missing_copies(model, config.skip, config.precision)
+    if not parts:
+        return None
+    part = state_of(model).get(PendingCopiesPart)
+    if new_tokens is not None:
+        part.forgone += new_tokens * saved
+        if _TO_COME * part.forgone < SECONDS_PER_WEIGHT * sum(weights for weights, _ in parts):
+            return PendingCopies(parts, 0)
+    part.forgone = 0.0
+    return PendingCopies(parts, int(_STEPS * config.costs.plain_step / SECONDS_PER_WEIGHT) + 1)
