@@ -303,7 +303,12 @@ def test_a_later_process_compares_only_what_is_new(
     monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "cache"))
     compared: list[int] = []
     agrees = trial._agrees
-    monkeypatch.setattr(trial, "_agrees", lambda *args: compared.append(0) or agrees(*args))
+
+    def counted(*args: Any) -> bool:
+        compared.append(0)
+        return agrees(*args)
+
+    monkeypatch.setattr(trial, "_agrees", counted)
 
     def times(of: PreTrainedModel) -> int:
         """Return how often a pass was compared, as in a new process."""

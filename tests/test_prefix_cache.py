@@ -267,6 +267,22 @@ def test_what_is_reused_is_said() -> None:
     assert reused(model) == 0, "too few to look at all weights for"
 
 
+@pytest.mark.parametrize("drafts", [NOTHING, LOOKUP, "auto"], ids=["nothing", "lookup", "auto"])
+@pytest.mark.parametrize("new", [1, 2, 3])
+def test_calls_for_very_few_tokens_reuse_what_was_read(drafts: Any, new: int) -> None:
+    model = model_of()
+    for turn in range(3):
+        asked = torch.cat((prompt(60), prompt(9).roll(turn, 1)), dim=1)
+        text = model.generate(asked, max_new_tokens=new, do_sample=False, self_speculative=drafts)
+        assert torch.equal(text, model.generate(asked, max_new_tokens=new, do_sample=False))
+        assert reused(model) >= (60 if turn else 0)
+    # Nothing could be reused of so few tokens, or without a cache.
+    for asked, cache in ((prompt(20), True), (prompt(60), False)):
+        enable_self_speculative(model, prefix_cache=cache)
+        model.generate(asked, max_new_tokens=min(new, 2), do_sample=False, self_speculative=drafts)
+        assert model.last_speculation is None or model.last_speculation.target_passes == 0
+
+
 def test_users_are_kept_apart() -> None:
     model = model_of()
     for salt in ("one", "other", None):

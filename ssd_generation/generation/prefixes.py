@@ -16,6 +16,8 @@ from ..decoding.prompt import starts_of_prompts
 from ..decoding.rotary import RotarySwitch
 from ..forward.captured.conditions import why_not_on
 from ..forward.structure.linears import linears_of, sample
+from ..native.codegen.compiler import why_not
+from ..native.ops.block_hashes import BLOCK, block_hashes
 from ..support.messages import shown
 from ..support.model_state import Part, state_of
 from ..support.once import looked_at_once
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from ..forward.forward import Forward
 
 __all__ = [
+    "FEWEST",
     "Prefix",
     "PrefixCacheSize",
     "PrefixPart",
@@ -44,7 +47,7 @@ _BY_DEFAULT = 10**9
 _COLUMNS = 1024
 """Columns, of 64 bits, of the table of a weight's numbers whose rows and columns are added up."""
 
-_FEWEST = 32
+FEWEST = 32
 """Shortest prefix that is reused, in tokens: reuse takes a reading of all weights, to check that they are the same."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -216,7 +219,7 @@ class Prefix:
         prefixes, part, tokens = self._prefixes, self._part, tokens.cpu()
         assert prefixes is not None
         count = self._whole_parts(prefixes.match(self._key, tokens))
-        if count < _FEWEST:
+        if count < FEWEST:
             return []
         if not self._is_checked:
             # torch does not count writes through `.data` or NumPy.
@@ -242,7 +245,7 @@ class Prefix:
             tokens (`torch.LongTensor` of shape `(n,)`): tokens of the text.
             states: their keys and values by layer, each `(1, heads, n, size)`.
         """
-        if self._prefixes is None or len(tokens) < _FEWEST:
+        if self._prefixes is None or len(tokens) < FEWEST:
             return
         if self._part.digest is None:
             self._part.digest, self._is_checked = digest_of(self._forward.model), True
@@ -279,18 +282,31 @@ def _weights(model: PreTrainedModel) -> Hashable:
 
 
 def digest_of(model: PreTrainedModel) -> str:
-    """Return a digest of the numbers in all weights and buffers and of their places, in the time of two readings.
+    """Return a digest of the numbers in all weights and buffers and of their places, in the time of a reading.
 
     Args:
         model: the target model.
     """
-    found = hashlib.sha256()
+    found, has_kernels = hashlib.sha256(), why_not() is None
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        whole = len(numbers) // (8 * _COLUMNS) * 8 * _COLUMNS
-        table, rest = numbers[:whole].view(torch.int64).view(-1, _COLUMNS), numbers[whole:]
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        # Sums of all columns and all rows: numbers that change places change some of them.
-        for part in (table.sum(dim=0), table.sum(dim=1), rest):
+        parts = _hashes(numbers) if has_kernels and tensor.device.type == "cpu" else _sums(numbers)
+        for part in parts:
             found.update(part.cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+def _hashes(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return hashes of bytes `(n,)` by a kernel, and the bytes that are left over."""
+    return block_hashes(numbers), numbers[len(numbers) // BLOCK * BLOCK :]
+
+
+def _sums(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return sums of all columns and all rows of bytes `(n,)` as a table, and the bytes that are left over.
+
+    Numbers that change places change some of the sums. It takes torch two readings.
+    """
+    whole = len(numbers) // (8 * _COLUMNS) * 8 * _COLUMNS
+    table = numbers[:whole].view(torch.int64).view(-1, _COLUMNS)
+    return table.sum(dim=0), table.sum(dim=1), numbers[whole:]

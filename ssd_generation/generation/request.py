@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
+from ..config import PRECISIONS, DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ..config.values import BITWISE
 from ..decoding.refusals import CannotDraft, refuse_beforehand
 from ..drafting.drafter import Drafter
@@ -20,6 +20,7 @@ from ..support.messages import clipped, shown
 from ..support.warn import warn_once
 from ..tuning.automatic import automatic_config, check_budget
 from ..tuning.short_calls import is_known_short, is_short_for
+from .prefixes import FEWEST, reuses_prefixes
 
 __all__ = [
     "AUTO",
@@ -45,6 +46,8 @@ AUTO = "auto"
 _SHORT = 2
 """Largest number of new tokens for which none can be drafted: the first comes from the prompt's pass, and the last
 token of a round is the target model's own."""
+
+_NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
 
 
 @dataclass
@@ -89,6 +92,8 @@ class Request:
         if self.asked is True:
             self.asked = stored_default(self.model, self.generation_config)
         self.drafter = self.asked if isinstance(self.asked, Drafter) else None
+        if self.is_auto and (few := self.few_tokens) is not None and few <= _SHORT and self._reads_less:
+            self.asked = _NOTHING  # a prefix is reused; nothing has to be measured for that
 
     @property
     def generation_config(self) -> GenerationConfig | None:
@@ -119,10 +124,16 @@ class Request:
         return asked if isinstance(asked, int) else None
 
     @property
+    def _reads_less(self) -> bool:
+        """True if an earlier call may have read a part of the prompt, which saves time however few the new tokens."""
+        prompt = prompt_of(self.args, self.kwargs)
+        return prompt is not None and prompt.shape[1] > FEWEST and reuses_prefixes(self.model)
+
+    @property
     def is_short(self) -> bool:
         """True if it is known beforehand that preparing drafts costs more than they save."""
         few = self.few_tokens
-        if few is None:
+        if few is None or self._reads_less:
             return False
         return few <= _SHORT or (self.is_auto and is_known_short(self.model, few))
 
@@ -130,7 +141,9 @@ class Request:
     def is_found_short(self) -> bool:
         """True if the same is known after `"auto"` has found its config."""
         few = self.few_tokens
-        return few is not None and self.config is not None and is_short_for(self.model, self.config, few)
+        if few is None or self.config is None or self._reads_less:
+            return False
+        return is_short_for(self.model, self.config, few)
 
     def resolve(self) -> None:
         """Find the config.

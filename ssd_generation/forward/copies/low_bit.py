@@ -707,7 +707,8 @@ def missing_copies(
     if (skip, precision) in part.low_bit_drafts:
         return []
     check_precision(model, precision)
-    store, on_cpu, found = part.low_bit_copies, next(model.parameters()).device.type in ("cpu", "meta"), []
+    store, on_cpu = part.low_bit_copies, next(model.parameters()).device.type in ("cpu", "meta")
+    found: list[tuple[int, Callable[[], None]]] = []
 
     def make(key: Any, group: Sequence[_Place]) -> None:
         if key not in store:
