@@ -33,13 +33,22 @@ from ssd_generation.support.versions import CACHE
 
 from .program import Program, conditions
 
-__all__ = ["KINDS", "measure_batches", "measure_calls", "measure_first_tokens"]
+__all__ = [
+    "KINDS",
+    "NEW_TOKENS",
+    "measure_batches",
+    "measure_calls",
+    "measure_first_tokens",
+    "questions",
+    "tokens_of",
+]
 
 KINDS = ("chat", "agent", "questions")
 """Series of calls."""
 
 _TEXT = Path(__file__).parents[2] / "docs" / "how-it-works.md"
-_NEW = 32
+NEW_TOKENS = 32
+"""New tokens of the calls of a series."""
 _OUTPUT = 60
 """Tokens of a tool's output."""
 _QUESTIONS = ("What is this about?", "Say it in one line.", "What is new?", "Who needs it?", "And what does it cost?")
@@ -51,9 +60,16 @@ _METHODS: dict[str, SelfSpeculativeConfig | None] = {
 }
 
 
-def _tokens(tokenizer: Any, count: int) -> torch.Tensor:
+def tokens_of(tokenizer: Any, count: int) -> torch.Tensor:
+    """Return the first tokens of the text that prompts are made of, `(1, count)`; it repeats itself after its end."""
     ids = tokenizer(_TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids
     return ids.repeat(1, -(-count // ids.shape[1]))[:, :count]  # type: ignore[no-any-return]
+
+
+def questions(tokenizer: Any, count: int) -> list[list[int]]:
+    """Return tokens of the questions of a conversation."""
+    asked = [f"\n{_QUESTIONS[number % len(_QUESTIONS)]}\n" for number in range(count)]
+    return [tokenizer(question).input_ids for question in asked]
 
 
 def _generate(model: Any, ids: torch.Tensor, new: int, **options: Any) -> Any:
@@ -76,10 +92,10 @@ def measure_first_tokens(
         For each length, seconds by method.
     """
     for config in _METHODS.values():  # measurements that are made once per machine
-        _generate(model, _tokens(tokenizer, 64), 3, self_speculative=config)
+        _generate(model, tokens_of(tokenizer, 64), 3, self_speculative=config)
     results = []
     for length in lengths:
-        ids = _tokens(tokenizer, length)
+        ids = tokens_of(tokenizer, length)
         seconds: dict[str, list[float]] = {name: [] for name in _METHODS}
         for turn in interleaved(list(_METHODS), repeats):
             config = _METHODS[turn.method]
@@ -108,16 +124,13 @@ def measure_calls(model: Any, tokenizer: Any, kind: str, document: int, turns: i
     """
     lookup = SelfSpeculativeConfig(lookup=LookupConfig())
     stored = SelfSpeculativeConfig(lookup=LookupConfig(store=True))
-    added = [
-        tokenizer("\n" + _QUESTIONS[turn % len(_QUESTIONS)] + "\n", return_tensors="pt").input_ids
-        for turn in range(turns)
-    ]
+    added = [torch.tensor([question], device="cpu") for question in questions(tokenizer, turns)]
     if kind == "agent":
-        outputs = _tokens(tokenizer, document + _OUTPUT * turns)[:, document:]
+        outputs = tokens_of(tokenizer, document + _OUTPUT * turns)[:, document:]
         added = list(torch.split(outputs, _OUTPUT, dim=1))
 
     def in_turn(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        begin = _tokens(tokenizer, document)
+        begin = tokens_of(tokenizer, document)
         text, seconds, texts = begin, [], []
         for more in added:
             asked = torch.cat((begin if kind == "questions" else text, more), dim=1)
@@ -129,13 +142,13 @@ def measure_calls(model: Any, tokenizer: Any, kind: str, document: int, turns: i
 
     def passing_on() -> Callable[[torch.Tensor], torch.Tensor]:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        return lambda text: _generate(model, text, _NEW, **{CACHE: cache})
+        return lambda text: _generate(model, text, NEW_TOKENS, **{CACHE: cache})
 
     def drafting(config: SelfSpeculativeConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda text: _generate(model, text, _NEW, self_speculative=config)
+        return lambda text: _generate(model, text, NEW_TOKENS, self_speculative=config)
 
-    _generate(model, _tokens(tokenizer, 64), _NEW, self_speculative=lookup)
-    found = {"plain": in_turn(lambda text: _generate(model, text, _NEW))}
+    _generate(model, tokens_of(tokenizer, 64), NEW_TOKENS, self_speculative=lookup)
+    found = {"plain": in_turn(lambda text: _generate(model, text, NEW_TOKENS))}
     if kind != "questions":
         found["plain, passing its cache on"] = in_turn(passing_on())
     found["lookup"] = in_turn(drafting(lookup))
@@ -158,7 +171,7 @@ def measure_batches(model: Any, tokenizer: Any, document: int, rows: int) -> dic
     Returns:
         By method, `seconds` of each batch and `texts`.
     """
-    text, nothing = _tokens(tokenizer, document), SelfSpeculativeConfig(drafting=_NOTHING)
+    text, nothing = tokens_of(tokenizer, document), SelfSpeculativeConfig(drafting=_NOTHING)
     asked = [[f"\n{number}. {_QUESTIONS[number % len(_QUESTIONS)]}\n" for number in range(rows)] for _ in range(2)]
     asked[1] = [f"\nOnce more: {question}" for question in asked[0]]
 
@@ -174,12 +187,12 @@ def measure_batches(model: Any, tokenizer: Any, document: int, rows: int) -> dic
             for row, end in enumerate(ends):
                 mask[row, : width - end.shape[1]] = 0
             began = time.perf_counter()
-            found = _generate(model, ids, _NEW, attention_mask=mask, self_speculative=config)
+            found = _generate(model, ids, NEW_TOKENS, attention_mask=mask, self_speculative=config)
             seconds.append(time.perf_counter() - began)
             texts.append(found.tolist())
         return {"seconds": seconds, "texts": texts}
 
-    _generate(model, _tokens(tokenizer, 64).repeat(rows, 1), 4, self_speculative=nothing)
+    _generate(model, tokens_of(tokenizer, 64).repeat(rows, 1), 4, self_speculative=nothing)
     found = {"plain": answers(None), "nothing drafted": answers(nothing)}
     enable_self_speculative(model, prefix_cache="2GB")
     found["nothing drafted, prefix_cache"] = answers(nothing)

@@ -33,7 +33,7 @@ class LlamaCpp(Peer):
         self.context = context
 
     def settings(self, model: PeerModel) -> dict[str, Any]:
-        return {"context": self.context}
+        return {"context": self.context, "prefix_cache": model.prefix_cache}
 
     def check_room(self, prompt: Sequence[int], new_tokens: int) -> None:
         if len(prompt) + new_tokens > self.context:

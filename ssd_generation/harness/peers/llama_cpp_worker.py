@@ -18,9 +18,13 @@ class Worker:
 
     def __init__(self) -> None:
         self.server: Any = None
+        self._caches = False
 
     def do_load(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the model `file`, with room for `context` tokens, to run on `threads` threads."""
+        """Load the model `file`, with room for `context` tokens, to run on `threads` threads.
+
+        With `prefix_cache`, what was read of a prompt is stored for the next one.
+        """
         import xllamacpp
 
         parameters = xllamacpp.CommonParams()
@@ -30,9 +34,10 @@ class Worker:
         parameters.n_parallel = 1
         parameters.n_gpu_layers = 0
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = message["threads"]
-        # Nothing of a prompt is stored for the next one.
-        parameters.cache_prompt = False
-        parameters.cache_ram_mib = parameters.n_ctx_checkpoints = 0
+        self._caches = message["prefix_cache"]
+        if not self._caches:
+            parameters.cache_prompt = False
+            parameters.cache_ram_mib = parameters.n_ctx_checkpoints = 0
         parameters.verbosity = 0
         self.server = xllamacpp.Server(parameters)
         return {}
@@ -47,7 +52,7 @@ class Worker:
             "top_k": 1,
             "samplers": ["top_k"],
             "ignore_eos": True,
-            "cache_prompt": False,
+            "cache_prompt": self._caches,
             "return_tokens": True,
         }
         # The binding's own calls follow OpenAI's interface, whose answers lack the tokens.

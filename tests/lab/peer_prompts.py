@@ -1,0 +1,124 @@
+"""Prompts in other runtimes: time to the first token, the first and the second time of asking, and a chat.
+
+    python -m tests.lab.peer_prompts --model FOLDER [--gguf FILE …] [--openvino FOLDER …] [--lengths 64 256 500 2000]
+                                     [--document 2000] [--turns 10]
+
+The prompts are those of `prompts`, as tokens. Each runtime, llama.cpp (xllamacpp) from a GGUF file or OpenVINO GenAI
+from an exported folder, keeps what it has read by its own means, as it does for its users: llama.cpp by `cache_prompt`
+in one slot, OpenVINO by `enable_prefix_caching`. First tokens: calls for one new token; median of `--repeats` prompts
+that begin differently, each asked twice. The chat: as in `prompts`, seconds of all turns, of the first, and of the
+others on average. Runtimes run one after the other, in a process each.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from ssd_generation.harness.peers import LlamaCpp, OpenVino
+from ssd_generation.harness.run import Child
+
+from .program import Program, conditions
+from .prompts import NEW_TOKENS, questions, tokens_of
+from .tables import as_markdown
+
+__all__ = ["measure"]
+
+_CONTEXT = 8192
+"""Tokens of llama.cpp's context."""
+
+
+def measure(child: Child, tokenizer: Any, lengths: Sequence[int], repeats: int, document: int, turns: int) -> Any:
+    """Time first tokens and a chat.
+
+    Args:
+        child: process of the runtime, with a model.
+        tokenizer: tokenizer of the model.
+        lengths: prompt lengths in tokens.
+        repeats: number of prompts of each length.
+        document: length of the chat's document in tokens.
+        turns: number of turns.
+
+    Returns:
+        `first` and `second`: seconds to the first token, by length; `chat`: seconds of each turn.
+    """
+
+    def ask(ids: list[int], new_tokens: int) -> tuple[float, list[int]]:
+        began = time.perf_counter()
+        answer = child.request("call", input_ids=ids, new_tokens=new_tokens)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return time.perf_counter() - began, answer["token_ids"]
+
+    found: dict[str, Any] = {"first": {}, "second": {}, "chat": []}
+    ask(tokens_of(tokenizer, 64)[0].flip(0).tolist(), 4)
+    text = tokens_of(tokenizer, max([*lengths, document]) + 100 * repeats)[0].tolist()
+    for length in lengths:
+        times: dict[str, list[float]] = {"first": [], "second": []}
+        for repeat in range(repeats):
+            asked = text[97 * (repeat + 1) + length % 31 :][:length]
+            for seconds in times.values():
+                took, _ = ask(asked, 1)
+                seconds.append(took)
+        for which, seconds in times.items():
+            found[which][length] = statistics.median(seconds)
+    said = text[:document]
+    for question in questions(tokenizer, turns):
+        asked = [*said, *question]
+        took, answer = ask(asked, NEW_TOKENS)
+        said = [*asked, *answer]
+        found["chat"].append(took)
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("peer_prompts", __doc__)
+    program.add_model(dtype="bfloat16")
+    program.add_argument("--gguf", nargs="*", default=[], help="files for llama.cpp")
+    program.add_argument("--openvino", nargs="*", default=[], help="folders for OpenVINO GenAI")
+    program.add_argument("--lengths", type=int, nargs="*", default=[64, 256, 500, 2000], help="tokens of prompts")
+    program.add_counts(repeats=3, turns=10, document=2000)
+    program.add_json()
+    arguments = program.parsed(words)
+    tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
+    precision = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}[arguments.dtype]
+    found = {}
+    settings = {"threads": torch.get_num_threads(), "precision": precision, "context": _CONTEXT, "prefix_cache": True}
+    for runtime, files in ((LlamaCpp, arguments.gguf), (OpenVino, arguments.openvino)):
+        for file in files:
+            name = f"{runtime.name}, {Path(file).name}"
+            with Child(name, runtime.worker) as child:
+                answer = child.request("load", file=file, **settings)
+                if "error" in answer:
+                    sys.exit(f"{name} cannot be loaded: {answer['error']}")
+                counts = arguments.lengths, arguments.repeats, arguments.document, arguments.turns
+                found[name] = measure(child, tokenizer, *counts)
+    if arguments.json:
+        print(json.dumps({"conditions": conditions(arguments), "found": found}))
+        return
+    print(conditions(arguments) + "\n")
+    head = ["seconds to the first token: asked first, again", *map(str, arguments.lengths), "chat (first turn; others)"]
+    rows = []
+    for name, one in found.items():
+        cells = [f"{one['first'][n]:.2f}, {one['second'][n]:.2f}" for n in arguments.lengths]
+        chat = one["chat"]
+        others = statistics.mean(chat[1:]) if len(chat) > 1 else float("nan")
+        rows.append([name, *cells, f"{sum(chat):.1f} ({chat[0]:.1f}; {others:.2f})"])
+    print("\n".join(as_markdown(head, rows)))
+
+
+if __name__ == "__main__":
+    main()
