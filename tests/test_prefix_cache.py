@@ -500,6 +500,47 @@ def test_rows_of_a_batch_share_what_they_begin_with(drafts: Any, family: str, pr
     assert counts == [2 * 60, 60 + (60 + 5 - 1), 60]
 
 
+@pytest.mark.parametrize("drafts", [NOTHING, OWN, LOOKUP], ids=["nothing", "own", "lookup"])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("qwen3", torch.float32)], ids=str)
+@pytest.mark.measures
+def test_rows_in_parts_have_the_bits_of_each_alone(
+    drafts: Any, family: str, dtype: torch.dtype, read_by_torch: None
+) -> None:
+    options = {
+        "max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+        "output_logits": True, "return_dict_in_generate": True,
+    }  # fmt: skip
+    made = [even_model(family, max_position_embeddings=2048).to(dtype) for _ in range(2)]
+    one, other = (enable_self_speculative(model, prefix_cache=True) for model in made)
+    counts = []
+    for texts in (questions(1, 2, 3), [*questions(4), prompt(9), *questions(1), prompt(9)]):
+        batch = batch_of(*texts)
+        enable_self_speculative(other, prefix_cache=False)
+        enable_self_speculative(other, prefix_cache=True)  # which is empty
+        found = [model.generate(**batch, **options, self_speculative=drafts) for model in (one, other)]
+        assert torch.equal(found[0].sequences, found[1].sequences)
+        assert all(map(torch.equal, found[0].logits, found[1].logits))
+        counts.append((reused(one), reused(other)))
+        if dtype != torch.float32:  # there a single text is read at once
+            for row, text in enumerate(texts):
+                alone = generate(other, text, drafts, output_logits=True, return_dict_in_generate=True)
+                assert torch.equal(alone.sequences[0, text.shape[1] :], found[0].sequences[row, -12:])
+                if why_not() is None:
+                    logits = zip(alone.logits, found[0].logits, strict=True)
+                    assert all(torch.equal(own[0], rows[row]) for own, rows in logits)
+    # 32 tokens for each row but the first; and what the batch before left: 64 of a row that it had in common.
+    assert counts[0] == (64, 64) and counts[1][0] == 32 + 64 and counts[1][1] == 32
+
+
+@pytest.mark.measures
+def test_rows_are_not_read_in_parts_where_a_window_is_shorter(read_by_torch: None) -> None:
+    model = enable_self_speculative(even_model("mistral", sliding_window=24).to(torch.bfloat16), prefix_cache=True)
+    found: Any = model
+    for _ in range(2):
+        found.generate(**batch_of(*questions(1, 2)), max_new_tokens=4, do_sample=False, self_speculative=NOTHING)
+        assert reused(model) == 0
+
+
 @pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
 @pytest.mark.measures
 def test_equal_rows_are_read_once_with_prefixes(prompts_by_kernels: None) -> None:

@@ -14,7 +14,7 @@ from ..cache.recurrent import Checkpoint, slots_of
 from ..forward.context import Context
 from ..forward.eager.module_states import module_states
 from ..forward.eager.prompt_mode import prompt_mode
-from ..forward.eager.prompt_parts import read_in_parts
+from ..forward.eager.prompt_parts import read_in_parts, read_rows_in_parts
 from ..forward.forward import Forward
 from ..forward.structure.positions import most_positions
 from ..support.padding import padding_at_left
@@ -102,16 +102,19 @@ def _by_captured_passes(
 def _in_parts(
     forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> CausalLMOutputWithPast | None:
-    """Read a single text in the plan's parts; return the outputs, or `None` where it consists of more than tokens."""
+    """Read prompts in the plan's parts; return the outputs, or `None` where they consist of more than tokens."""
     part, cache = forward.plan.prompt_part, model_kwargs.get(cache_argument(forward.model))
     if part is None or not isinstance(cache, Cache) or slots_of(cache) % part or RotarySwitch(forward.model):
         return None
-    if starts_of_prompts(input_ids, model_kwargs, request.generation_config) != [0]:
-        return None
+    starts = starts_of_prompts(input_ids, model_kwargs, request.generation_config)
     positions = model_kwargs.get("position_ids")
-    if positions is None:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-    return read_in_parts(forward.model, cache, input_ids, positions, part)
+    if starts == [0]:
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return read_in_parts(forward.model, cache, input_ids, positions, part)
+    if starts is None or positions is None or slots_of(cache):
+        return None
+    return read_rows_in_parts(forward.model, cache, input_ids, positions, starts, part, forward.prefixes)
 
 
 def starts_of_prompts(

@@ -20,7 +20,7 @@ class PassPlan:
         batch_invariance: means by which the bits of a token's logits do not depend on the width of its pass; `None`:
             they may depend on it.
         prompts: whether captured passes, with the kernels used for decoding, read prompts as well.
-        prompt_part: number of tokens in the parts in which the model's own code reads the prompt of a single text,
+        prompt_part: number of tokens in the parts in which the model's own code reads the prompt of each text,
             beginning at multiples of it; `None`: at once. A part has the same bits whether those before it were read by
             this call or an earlier one.
         own_kernels: whether passes that run the model's own code use its own kernels for linear layers, too.

@@ -26,6 +26,7 @@ from .loan import Loan, suited_cache
 from .plain import decode_plainly
 from .prefixes import Prefix, reuses_prefixes
 from .request import Request
+from .room import why_no_room
 
 if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
@@ -142,6 +143,9 @@ class Call:
             return None
         found = self.check_batch()
         self.lockstep = found.uneven_refusal is not None
+        config_of_drafts = None if self.request is None else self.request.config
+        if found.refusal is None and config_of_drafts is not None:
+            return why_no_room(self.model, config_of_drafts, batch)
         return found.refusal
 
     def _decode_with_drafts(

@@ -177,7 +177,7 @@ class Prefix:
         starts = starts_of_prompts(self._ids, model_kwargs, config)
         return (
             plan.captured  # no attentions or hidden states are requested
-            and (plan.prompts or len(self._ids) == 1)
+            and (plan.prompts or plan.prompt_part is not None or len(self._ids) == 1)
             and (plan.prompts or plan.prompt_part is not None or model.dtype == torch.float32)
             and isinstance(cache, Cache)
             and slots_of(cache) == 0

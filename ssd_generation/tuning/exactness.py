@@ -34,6 +34,7 @@ from ..support.measurements import cached_measurement, flag_if_noisy
 from ..support.model_state import Part, state_of
 from ..support.parallel import broadcast
 from ..support.progress import progress_bar
+from ..support.source_code import code_of, code_of_package
 from ..support.timing import Stopwatch
 from ..support.versions import cache_argument
 from .measuring import describe_model, time_in_turns
@@ -199,13 +200,34 @@ def _same_bits(model: PreTrainedModel, passes: GraphPasses) -> bool | None:
     return passes.refusal is None
 
 
+class _NotFree(Exception):
+    """Bitwise passes have a price."""
+
+
 def is_free(model: PreTrainedModel) -> bool:
-    """Tell whether bitwise passes cost nothing extra: JIT-compiled kernels do all of a layer, whatever is requested."""
+    """Tell whether bitwise passes cost nothing extra: JIT-compiled kernels do all of a layer, whatever is requested.
+
+    Where that is known from an earlier process, nothing is captured before the first token of this one.
+    """
     if NATIVE not in _kernels(model):
         return False
     passes = captured_target(model, BatchInvariance(NATIVE, WIDTHS))
-    program = None if passes is None else passes.program(_TIMED[-1])
-    return program is not None and program.attends_by_kernels
+    if passes is None:
+        return False
+
+    def attends_by_kernels() -> bool:
+        program = passes.program(_TIMED[-1])
+        if program is None or not program.attends_by_kernels:
+            raise _NotFree
+        return True
+
+    try:
+        if passes.has_begun:
+            return attends_by_kernels()
+        described = {"what": "free", **describe_model(model), "code": code_of(model), "found by": code_of_package()}
+        return cached_measurement(model, described, attends_by_kernels) is True
+    except _NotFree:
+        return False
 
 
 def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:

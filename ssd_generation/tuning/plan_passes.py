@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config.values import BITWISE, NUMERIC
+from ..forward.captured.any_length import windows_of
 from ..forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
 from ..forward.captured.conditions import why_no_batch_captured, why_not_captured
 from ..forward.cuda_graph.graph_passes import target_graphs
@@ -62,7 +63,9 @@ def plan_passes(
     prompts, part = reads_prompts(model, batch_invariance), None
     # A single text in float32 is plain's on all that was tried, with reused keys and values of torch's as well.
     if reuses and not prompts and (rows > 1 or model.dtype != torch.float32):
-        part = part_of_prompts(model) if rows == 1 and not own_kernels else None
+        # Rows of several lengths have their windows at other slots.
+        is_whole = rows == 1 or not any(windows_of(model))
+        part = part_of_prompts(model) if is_whole and not own_kernels else None
         prompts = part is None and reads_prompts(model, batch_invariance, reuses=True)
     return PassPlan(True, rows == 1, batch_invariance, prompts, part, own_kernels, reason)
 

@@ -1,4 +1,4 @@
-"""Prompts in other runtimes: time to the first token, the first and the second time of asking, and a chat.
+"""Prompts here and in other runtimes: time to the first token, the first and the second time of asking, and a chat.
 
     python -m tests.lab.peer_prompts --model FOLDER [--gguf FILE …] [--openvino FOLDER …] [--lengths 64 256 500 2000]
                                      [--document 2000] [--turns 10]
@@ -7,7 +7,8 @@ The prompts are those of `prompts`, as tokens. Each runtime, llama.cpp (xllamacp
 from an exported folder, keeps what it has read by its own means, as it does for its users: llama.cpp by `cache_prompt`
 in one slot, OpenVINO by `enable_prefix_caching`. First tokens: calls for one new token; median of `--repeats` prompts
 that begin differently, each asked twice. The chat: as in `prompts`, seconds of all turns, of the first, and of the
-others on average. Runtimes run one after the other, in a process each.
+others on average. This library drafts by `"auto"` with `prefix_cache`; plain `generate` reads each prompt anew. Methods
+run one after the other, the other runtimes in a process each.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
+from ssd_generation.generation import enable_self_speculative
 from ssd_generation.harness.peers import LlamaCpp, OpenVino
 from ssd_generation.harness.run import Child
+from ssd_generation.models import load_model
 
 from .program import Program, conditions
 from .prompts import NEW_TOKENS, questions, tokens_of
+from .side_by_side import greedy_options
 from .tables import as_markdown
 
 __all__ = ["measure"]
@@ -36,11 +40,15 @@ _CONTEXT = 8192
 """Tokens of llama.cpp's context."""
 
 
-def measure(child: Child, tokenizer: Any, lengths: Sequence[int], repeats: int, document: int, turns: int) -> Any:
+Ask = Callable[[list[int], int], list[int]]
+"""`(prompt, new tokens)` → the new tokens."""
+
+
+def measure(ask: Ask, tokenizer: Any, lengths: Sequence[int], repeats: int, document: int, turns: int) -> Any:
     """Time first tokens and a chat.
 
     Args:
-        child: process of the runtime, with a model.
+        ask: decodes greedily.
         tokenizer: tokenizer of the model.
         lengths: prompt lengths in tokens.
         repeats: number of prompts of each length.
@@ -51,12 +59,10 @@ def measure(child: Child, tokenizer: Any, lengths: Sequence[int], repeats: int, 
         `first` and `second`: seconds to the first token, by length; `chat`: seconds of each turn.
     """
 
-    def ask(ids: list[int], new_tokens: int) -> tuple[float, list[int]]:
+    def timed(ids: list[int], new_tokens: int) -> tuple[float, list[int]]:
         began = time.perf_counter()
-        answer = child.request("call", input_ids=ids, new_tokens=new_tokens)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return time.perf_counter() - began, answer["token_ids"]
+        tokens = ask(ids, new_tokens)
+        return time.perf_counter() - began, tokens
 
     found: dict[str, Any] = {"first": {}, "second": {}, "chat": []}
     ask(tokens_of(tokenizer, 64)[0].flip(0).tolist(), 4)
@@ -66,17 +72,41 @@ def measure(child: Child, tokenizer: Any, lengths: Sequence[int], repeats: int, 
         for repeat in range(repeats):
             asked = text[97 * (repeat + 1) + length % 31 :][:length]
             for seconds in times.values():
-                took, _ = ask(asked, 1)
+                took, _ = timed(asked, 1)
                 seconds.append(took)
         for which, seconds in times.items():
             found[which][length] = statistics.median(seconds)
     said = text[:document]
     for question in questions(tokenizer, turns):
         asked = [*said, *question]
-        took, answer = ask(asked, NEW_TOKENS)
+        took, answer = timed(asked, NEW_TOKENS)
         said = [*asked, *answer]
         found["chat"].append(took)
     return found
+
+
+def _asking(model: Any, request: str | None) -> Ask:
+    """Return a way to ask a model of transformers."""
+
+    def ask(ids: list[int], new_tokens: int) -> list[int]:
+        given = torch.tensor([ids], device="cpu")
+        options = {} if request is None else {"self_speculative": request}
+        text = model.generate(given, attention_mask=torch.ones_like(given), **greedy_options(new_tokens), **options)
+        return text[0, len(ids) :].tolist()  # type: ignore[no-any-return]
+
+    return ask
+
+
+def _asking_of(child: Child) -> Ask:
+    """Return a way to ask another runtime, which has a model."""
+
+    def ask(ids: list[int], new_tokens: int) -> list[int]:
+        answer = child.request("call", input_ids=ids, new_tokens=new_tokens)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return list(answer["token_ids"])
+
+    return ask
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -95,7 +125,15 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = program.parsed(words)
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
     precision = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}[arguments.dtype]
-    found = {}
+    model, _ = load_model(arguments.model, dtype=arguments.dtype)
+    model = enable_self_speculative(model.eval(), prefix_cache="2GB")
+    counts = arguments.lengths, arguments.repeats, arguments.document, arguments.turns
+    _asking(model, "auto")(tokens_of(tokenizer, 64)[0].tolist(), NEW_TOKENS)  # measures once per machine
+    found = {
+        "plain `generate`": measure(_asking(model, None), tokenizer, *counts),
+        '`"auto"`, `prefix_cache`': measure(_asking(model, "auto"), tokenizer, *counts),
+    }
+    del model
     settings = {"threads": torch.get_num_threads(), "precision": precision, "context": _CONTEXT, "prefix_cache": True}
     for runtime, files in ((LlamaCpp, arguments.gguf), (OpenVino, arguments.openvino)):
         for file in files:
@@ -104,8 +142,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 answer = child.request("load", file=file, **settings)
                 if "error" in answer:
                     sys.exit(f"{name} cannot be loaded: {answer['error']}")
-                counts = arguments.lengths, arguments.repeats, arguments.document, arguments.turns
-                found[name] = measure(child, tokenizer, *counts)
+                found[name] = measure(_asking_of(child), tokenizer, *counts)
     if arguments.json:
         print(json.dumps({"conditions": conditions(arguments), "found": found}))
         return

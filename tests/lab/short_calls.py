@@ -99,11 +99,11 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     found: dict[str, dict[int, dict[str, dict[str, Any]]]] = {}
     for name, cache in (("without a prefix cache", False), ("prefix_cache", "1GB")):
-        enable_self_speculative(model, prefix_cache=cache)
-        found[name] = {
-            new: measure(model, tokenizer, arguments.prompt, new, arguments.repeats, bool(cache))
-            for new in arguments.new_tokens
-        }
+        found[name] = {}
+        for new in arguments.new_tokens:
+            for size in (False, cache):  # an empty one
+                enable_self_speculative(model, prefix_cache=size)
+            found[name][new] = measure(model, tokenizer, arguments.prompt, new, arguments.repeats, bool(cache))
     if arguments.json:
         print(json.dumps({"conditions": conditions(arguments), "prompt": arguments.prompt, "found": found}))
         return

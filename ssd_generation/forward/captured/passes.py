@@ -149,6 +149,11 @@ class CapturedPasses:
         """Tell whether these are drafting passes, whose tokens are verified."""
         return self._skip_mode is not None
 
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether a pass was captured, or could not be."""
+        return bool(self._programs) or self.refusal is not None
+
     def follow(self, model: PreTrainedModel) -> bool:
         """Renew the copies of weights that have changed; return `False` where the model is another one."""
         if self._fingerprint != fingerprint(model):

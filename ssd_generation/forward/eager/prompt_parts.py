@@ -1,21 +1,24 @@
-"""Reading of a prompt in parts by the model's own code, each the same computation in every call."""
+"""Reading of prompts in parts by the model's own code, each the same computation in every call."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ...cache.buffered_layers import BufferedLayer, add_buffers, append_written
 from ...cache.recurrent import slots_of
 from ...support.versions import CACHE, cache_argument
+from ..captured.prompt_passes import RowPrefixes
 from .prompt_mode import prompt_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["read_in_parts"]
+__all__ = ["read_in_parts", "read_rows_in_parts"]
 
 
 def read_in_parts(
@@ -51,3 +54,66 @@ def read_in_parts(
                 **fewer,
             ).logits[:, -1:]
     return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+
+
+def read_rows_in_parts(
+    model: PreTrainedModel,
+    cache: Cache,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    starts: Sequence[int],
+    part: int,
+    prefixes: RowPrefixes | None = None,
+) -> CausalLMOutputWithPast | None:
+    """Read the prompts of a batch, each by itself as `read_in_parts` does, and equal ones once.
+
+    Args:
+        model: the target model.
+        cache: cache with buffers; it is empty.
+        ids (`torch.LongTensor` of shape `(B, n)`): the prompts, padded at the left.
+        positions (`torch.LongTensor` of shape `(B, n)`): their positions.
+        starts: index of the first token of each row that is not padding.
+        part: tokens of a part.
+        prefixes: whole parts that each row begins with if they are stored there; rows that were read are stored for the
+            next.
+
+    Returns:
+        The outputs for the last tokens: logits `(B, 1, V)`, and the cache; `None` where a row has no tokens, or layers
+        of the cache do not hold the whole text: it is still empty then.
+    """
+    layers: list[Any] = cache.layers
+    (batch, count), config = ids.shape, model.config.get_text_config(decoder=True)
+    if not layers or any(type(layer) is not BufferedLayer for layer in layers) or max(starts) >= count:
+        return None
+    logits: list[torch.Tensor] = []
+    known: dict[tuple[int, ...], int] = {}
+    for row, start in enumerate(starts):
+        tokens = ids[row, start:]
+        same = known.setdefault((start, *tokens.tolist()), row)
+        if same != row:
+            logits.append(logits[same])
+            for layer in layers:
+                for buffer in (layer.key_buffer, layer.value_buffer):
+                    buffer[row, :, start:count] = buffer[same, :, start:count]
+            continue
+        own: Any = DynamicCache(config=config)
+        add_buffers(own)
+        for layer, states in zip(own.layers, () if prefixes is None else prefixes.take(tokens[:-1]), strict=False):
+            layer.update(*states)
+        logits.append(read_in_parts(model, own, tokens[None], positions[row : row + 1, start:], part).logits)
+        for layer, read in zip(layers, own.layers, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(*(x.new_empty((batch, x.shape[1], 0, x.shape[3])) for x in _states(read)))
+                layer.reserve(count)
+            for buffer, state in zip((layer.key_buffer, layer.value_buffer), _states(read), strict=True):
+                buffer[row, :, start:count] = state[0]
+        whole = len(tokens) - len(tokens) % part
+        if prefixes is not None and whole:
+            stored = [tuple(state[:, :, :whole] for state in _states(read)) for read in own.layers]
+            prefixes.add(tokens[:whole], stored)  # type: ignore[arg-type]
+    append_written(cache, count)
+    return CausalLMOutputWithPast(logits=torch.cat(logits), **{CACHE: cache})
+
+
+def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.keys, layer.values
