@@ -114,6 +114,12 @@ class PassCapture:
         _rewrite(one, *rewrites.alike, *rewrites.further)
         return one
 
+    def digest_of(self, captured: CapturedPass) -> str:
+        """Return a digest of a pass, as `at` returned it: the same for all lengths that come from one capture."""
+        if self._longer is not None and (captured.length > 1 or self._does_one):
+            return self._longer.digest()
+        return f"{captured.digest()}, {captured.length} tokens"
+
     def _of_any_length(
         self,
         model: PreTrainedModel,

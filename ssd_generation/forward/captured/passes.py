@@ -373,7 +373,7 @@ class CapturedPasses:
         length, copies = captured.length, None
         # Passes of prompts are compared with these (tuning/prompt_kernels.py).
         is_compared = not (self.is_draft or self._of_prompts or any(self._programs.values()))
-        digest = captured.digest() if is_compared else ""
+        digest = self._capture.digest_of(captured) if is_compared else ""
         if self._of_prompts:
             _leave_out_head(model, captured)
         for node in captured.nodes:

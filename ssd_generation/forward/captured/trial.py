@@ -54,7 +54,7 @@ def compare_with_model(
     Args:
         model: the target model.
         program: the pass.
-        digest: digest of its operations, as captured.
+        digest: digest of its operations, as captured; that of another length will do where one capture gives both.
         attending: begins the attention of the pass.
         knows_windows: whether this attention knows about sliding windows.
 
@@ -73,10 +73,10 @@ def compare_with_model(
     if adapters_in_use(model):  # a few of their numbers stand for them elsewhere; here none would be enough
         compare()
     else:
-        cached_measurement(model, _described(model, digest, program.length), compare)
+        cached_measurement(model, _described(model, digest), compare)
 
 
-def _described(model: PreTrainedModel, digest: str, length: int) -> dict[str, Any]:
+def _described(model: PreTrainedModel, digest: str) -> dict[str, Any]:
     """Describe all that the comparison depends on."""
     return {
         "what": "captured pass",
@@ -89,7 +89,6 @@ def _described(model: PreTrainedModel, digest: str, length: int) -> dict[str, An
         "weights": numbers_of(model),
         "dtype": str(model.dtype),
         "pass": digest,
-        "tokens": length,
         "compared by": code_of_package(),
     }
 
