@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 import types
 import weakref
@@ -292,6 +293,26 @@ def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(passes, "share_results", wrong)
     assert "different logits" in str(refusal(model))
+
+
+def test_a_capture_in_the_middle_of_a_call_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
+) -> None:
+    seen: list[Any] = []
+    original = modeling_llama.LlamaModel.forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self.rope_deltas)
+        self.rope_deltas = torch.tensor([[len(seen)]])  # as models do that take pictures
+        return original(self, *args, **kwargs)
+
+    counting.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", counting)
+    found: Any = model
+    found.model.rope_deltas = left = torch.tensor([[-3]])
+    state = torch.get_rng_state()
+    assert CapturedPasses(model).program(3) is not None and len(seen) > 3
+    assert found.model.rope_deltas is left and torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.measures

@@ -19,13 +19,13 @@ from transformers.generation.streamers import BaseStreamer
 from ..cache.recurrent import has_states
 from ..forward.eager.module_states import module_states
 from ..forward.structure.offloaded import is_offloaded
+from ..support.attributes import left_as_it_was
 from ..support.forks import ForkSafeRLock
 from ..support.model_state import Part, state_of
 from ..support.once import looking_once
 from ..support.parallel import mesh_of
 from ..support.progress import without_bars
 from ..tuning.automatic import choose_in_parts, is_chosen
-from ..tuning.model_check import left_as_it_was
 from ..tuning.plan_passes import batch_invariance_to_check, plan_passes
 from .current import under_way
 from .request import Request, prompt_of

@@ -48,6 +48,7 @@ from ..forward.structure import linears
 from ..forward.structure.dropout import active_dropout
 from ..forward.structure.offloaded import CannotStandIn, is_offloaded, stand_in
 from ..forward.structure.sublayers import input_device
+from ..support.attributes import left_as_it_was
 from ..support.measurements import cached_measurement
 from ..support.model_state import Part, state_of
 from ..support.source_code import code_of
@@ -58,7 +59,7 @@ from .measuring import describe_adapters, describe_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ChecksPart", "ForcedText", "ModelCheck", "ScriptedDrafts", "check_model", "left_as_it_was"]
+__all__ = ["ChecksPart", "ForcedText", "ModelCheck", "ScriptedDrafts", "check_model"]
 
 _PROMPT = 5
 _NEW = 8
@@ -463,30 +464,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for each, level in zip(loggers, before, strict=True):
             each.setLevel(level)
-
-
-_LEFT = (type(None), bool, int, float, str, tuple, torch.Tensor)
-
-
-@contextlib.contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Restore the state that calls leave on a model for the next one, such as the position of text after an image."""
-    before = [
-        (
-            module,
-            {key: value for key, value in vars(module).items() if isinstance(value, _LEFT)},
-            dict(module._buffers)
-            if isinstance(module._buffers, dict)
-            else {},  # compressed-tensors has a class of its own
-        )
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            vars(module).update(attributes)
-            module._buffers.update(buffers)
 
 
 def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:

@@ -24,6 +24,7 @@ from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.codegen.compiler import why_not
 from ...native.ops.experts import NativeExperts
 from ...native.ops.kernels import NAMES
+from ...support.attributes import left_as_it_was
 from ...support.garbage import no_collections
 from ...support.model_state import Part, state_of
 from ...support.recent import recent
@@ -173,7 +174,8 @@ class CapturedPasses:
             model = self._model()
             assert model is not None
             try:
-                with no_collections():
+                # In the middle of a call the model's own code must not be seen to have run.
+                with no_collections(), left_as_it_was(model):
                     captured = self._capture.at(model, length, self._rewrites(model))
                     self._programs[length] = self._make(model, captured)
             except Exception as error:
