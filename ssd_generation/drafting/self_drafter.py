@@ -81,7 +81,7 @@ class SelfDrafter(Drafter):
         """True if the model can draft itself now."""
         return self._prepare is None
 
-    def _go_on_preparing(self) -> bool:
+    def _prepare_more(self) -> bool:
         """Make a part of what the model's own drafts need; return whether all is there."""
         if self._prepare is not None and self._prepare():
             self._prepare = None
@@ -120,7 +120,7 @@ class SelfDrafter(Drafter):
         for row in rows:
             length = self.policy.draft_length(limits[row], self._match(row))
             wanted[row] = length if self.config.drafts_itself else 0  # "fixed" and "confidence" do not check this
-        if any(wanted) and not self._go_on_preparing():
+        if any(wanted) and not self._prepare_more():
             wanted = [0] * texts.batch
         draft, read = self._draft(texts, rows, wanted)
         if self.indexes is not None:
