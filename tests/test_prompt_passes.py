@@ -244,6 +244,23 @@ def test_the_cost_is_measured_once_and_kept() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_kernels, "_times", counted)
-        cost = prompt_cost(model)
-        assert cost > 0 and prompt_cost(model) == cost and calls == [1]
+        cost, looks = prompt_cost(model), len(calls)
+        assert cost > 0 and prompt_cost(model) == cost and len(calls) == looks >= 1
     assert not reads_prompts(model, None) and not reads_prompts(model, BatchInvariance("linear", (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "cost", "looks"),
+    [((0.2, 0.3, 0.25), 0.3, 3), ((0.3, 1.2, 0.3), 1.2, 2), ((1.4, 0.2), 1.4, 1), ((), 1.0, 1)],
+)
+def test_kernels_have_to_be_faster_each_time(
+    ratios: tuple[float, ...], cost: float, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def times(model: Any) -> tuple[float, float, list[list[float]]]:
+        seen.append(0)
+        return (ratios[len(seen) - 1], 1.0, [[1.0]]) if ratios else (0.0, 0.0, [])
+
+    monkeypatch.setattr(prompt_kernels, "_times", times)
+    assert prompt_kernels._measure(tiny_model()) == cost and len(seen) == looks
