@@ -88,11 +88,19 @@ def test_short_calls_make_copies_once_they_have_missed_enough(
     assert 0 < saved < 1
     # Copies take as long as 10 tokens, of which a process decodes four times as many as so far, would save.
     monkeypatch.setattr(pending_copies, "SECONDS_PER_WEIGHT", 4 * 10 * saved / weights)
-    sizes = weights_of(model)
+    sizes, looks = weights_of(model), list[int]()
+    original = missing_copies
+
+    def counted(*args: Any) -> Any:
+        looks.append(0)
+        return original(*args)
+
+    monkeypatch.setattr(pending_copies, "missing_copies", counted)
     for _ in range(3):
         plain = generate(model, None, new=3)
         assert torch.equal(generate(model, new=3), plain)
         assert weights_of(model) == sizes and model.last_speculation.draft_passes == 0
+    assert len(looks) == 1, "a call that is too short does not look for them again"
     for _ in range(3):
         generate(model)
     assert not weights_of(model)

@@ -35,6 +35,7 @@ __all__ = [
     "GhostLayer",
     "add_buffers",
     "append_written",
+    "copy_row",
     "draft_cache",
     "drop_buffers",
     "fix_unwritten",
@@ -535,6 +536,21 @@ def add_buffers(cache: Cache, history: int = 0) -> None:
         if layer.is_initialized and layer.keys is not None and layer.keys.numel():
             new.adopt(layer.keys, layer.values)
         cache.layers[index] = new
+
+
+def copy_row(cache: Cache, source: int, row: int, slots: slice) -> None:
+    """Copy keys and values from one row to another, in some slots of the buffers.
+
+    Args:
+        cache: cache of layers with buffers (`add_buffers`) that have room.
+        source: row to copy from.
+        row: row to copy to.
+        slots: the slots.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        for buffer in (layer.key_buffer, layer.value_buffer):
+            buffer[row, :, slots] = buffer[source, :, slots]
 
 
 def append_written(cache: Cache, tokens: int) -> None:

@@ -205,7 +205,7 @@ class _NotFree(Exception):
 
 
 def is_free(model: PreTrainedModel) -> bool:
-    """Tell whether bitwise passes cost nothing extra: JIT-compiled kernels do all of a layer, whatever is requested.
+    """Tell whether bitwise passes cost nothing extra: JIT-compiled kernels do all of a layer, for any request.
 
     Where that is known from an earlier process, nothing is captured before the first token of this one.
     """

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..forward.copies.low_bit import missing_copies
+from ..forward.copies.low_bit import CopiesPart, missing_copies
 from ..forward.structure.offloaded import is_offloaded
 from ..forward.structure.sublayers import input_device
 from ..support.model_state import Part, state_of
@@ -27,25 +27,32 @@ _TO_COME = 4
 
 
 class PendingCopiesPart(Part):
-    """Upper bound on the seconds that the calls so far would have saved with copies."""
+    """Copies that a model's calls have done without.
+
+    Attributes:
+        forgone: upper bound on the seconds that the calls so far would have saved with copies.
+        missing: number of weights whose copies are missing, by skip set and precision, so that a call that is too short
+            does not look for them.
+    """
 
     def __init__(self) -> None:
         self.forgone = 0.0
+        self.missing: dict[Any, int] = {}
 
     def drop(self) -> None:
-        self.forgone = 0.0
+        self.forgone, self.missing = 0.0, {}
 
 
 class PendingCopies:
     """Copies that are not there yet.
 
     Args:
-        parts: numbers of weights, and functions that copy them.
-        each: number of weights to copy at a time, at least; 0 for none at all.
+        parts: numbers of weights, and functions that copy them; `None` where none are to be made.
+        each: number of weights to copy at a time, at least.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, Callable[[], None]]], each: int) -> None:
-        self._parts = list(parts)
+    def __init__(self, parts: Sequence[tuple[int, Callable[[], None]]] | None, each: int = 0) -> None:
+        self._parts = None if parts is None else list(parts)
         self._each = each
 
     def make_some(self) -> bool:
@@ -55,7 +62,7 @@ class PendingCopies:
             weights, make = self._parts.pop(0)
             make()
             left -= weights
-        return not self._parts
+        return self._parts == []
 
 
 def pending_copies(
@@ -80,13 +87,24 @@ def pending_copies(
     saved = seconds_saved(config)
     if saved <= 0 or is_offloaded(model) or input_device(model).type != "cpu":
         return None
+    asked, part = (config.skip, config.precision), state_of(model).get(PendingCopiesPart)
+    if asked in state_of(model).get(CopiesPart).low_bit_drafts:
+        return None
+    if new_tokens is not None:
+        part.forgone += new_tokens * saved
+        if _is_too_short(part, asked):
+            return PendingCopies(None)
     parts = missing_copies(model, config.skip, config.precision)
     if not parts:
         return None
-    part = state_of(model).get(PendingCopiesPart)
-    if new_tokens is not None:
-        part.forgone += new_tokens * saved
-        if _TO_COME * part.forgone < SECONDS_PER_WEIGHT * sum(weights for weights, _ in parts):
-            return PendingCopies(parts, 0)
+    part.missing[asked] = sum(weights for weights, _ in parts)
+    if new_tokens is not None and _is_too_short(part, asked):
+        return PendingCopies(None)
     part.forgone = 0.0
+    del part.missing[asked]  # fewer from now on
     return PendingCopies(parts, int(_STEPS * config.costs.plain_step / SECONDS_PER_WEIGHT) + 1)
+
+
+def _is_too_short(part: PendingCopiesPart, asked: Any) -> bool:
+    """Tell whether the calls so far, and as many to come as they suggest, save less than the missing copies take."""
+    return _TO_COME * part.forgone < SECONDS_PER_WEIGHT * part.missing.get(asked, 0)

@@ -30,8 +30,7 @@ from ssd_generation.harness.run import Child
 from ssd_generation.models import load_model
 
 from .program import Program, conditions
-from .prompts import NEW_TOKENS, questions, tokens_of
-from .side_by_side import greedy_options
+from .prompts import NEW_TOKENS, generate_greedily, questions, tokens_of
 from .tables import as_markdown
 
 __all__ = ["measure"]
@@ -91,7 +90,7 @@ def _asking(model: Any, request: str | None) -> Ask:
     def ask(ids: list[int], new_tokens: int) -> list[int]:
         given = torch.tensor([ids], device="cpu")
         options = {} if request is None else {"self_speculative": request}
-        text = model.generate(given, attention_mask=torch.ones_like(given), **greedy_options(new_tokens), **options)
+        text = generate_greedily(model, given, new_tokens, **options)
         return text[0, len(ids) :].tolist()  # type: ignore[no-any-return]
 
     return ask

@@ -36,6 +36,7 @@ from .program import Program, conditions
 __all__ = [
     "KINDS",
     "NEW_TOKENS",
+    "generate_greedily",
     "measure_batches",
     "measure_calls",
     "measure_first_tokens",
@@ -72,7 +73,8 @@ def questions(tokenizer: Any, count: int) -> list[list[int]]:
     return [tokenizer(question).input_ids for question in asked]
 
 
-def _generate(model: Any, ids: torch.Tensor, new: int, **options: Any) -> Any:
+def generate_greedily(model: Any, ids: torch.Tensor, new: int, **options: Any) -> Any:
+    """Return the output of a greedy call for `new` tokens, with end-of-sequence off."""
     options = {"attention_mask": torch.ones_like(ids), **options}
     return model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
 
@@ -92,7 +94,7 @@ def measure_first_tokens(
         For each length, seconds by method.
     """
     for config in _METHODS.values():  # measurements that are made once per machine
-        _generate(model, tokens_of(tokenizer, 64), 3, self_speculative=config)
+        generate_greedily(model, tokens_of(tokenizer, 64), 3, self_speculative=config)
     results = []
     for length in lengths:
         ids = tokens_of(tokenizer, length)
@@ -101,7 +103,7 @@ def measure_first_tokens(
             config = _METHODS[turn.method]
             began = time.perf_counter()
             # A self-speculative call for fewer than three tokens would be decoded by transformers.
-            _generate(model, ids, 1 if config is None else 3, self_speculative=config)
+            generate_greedily(model, ids, 1 if config is None else 3, self_speculative=config)
             took = time.perf_counter() - began if config is None else model.last_speculation.prompt_seconds
             if not turn.is_warm_up:
                 seconds[turn.method].append(took)
@@ -142,13 +144,13 @@ def measure_calls(model: Any, tokenizer: Any, kind: str, document: int, turns: i
 
     def passing_on() -> Callable[[torch.Tensor], torch.Tensor]:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        return lambda text: _generate(model, text, NEW_TOKENS, **{CACHE: cache})
+        return lambda text: generate_greedily(model, text, NEW_TOKENS, **{CACHE: cache})
 
     def drafting(config: SelfSpeculativeConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda text: _generate(model, text, NEW_TOKENS, self_speculative=config)
+        return lambda text: generate_greedily(model, text, NEW_TOKENS, self_speculative=config)
 
-    _generate(model, tokens_of(tokenizer, 64), NEW_TOKENS, self_speculative=lookup)
-    found = {"plain": in_turn(lambda text: _generate(model, text, NEW_TOKENS))}
+    generate_greedily(model, tokens_of(tokenizer, 64), NEW_TOKENS, self_speculative=lookup)
+    found = {"plain": in_turn(lambda text: generate_greedily(model, text, NEW_TOKENS))}
     if kind != "questions":
         found["plain, passing its cache on"] = in_turn(passing_on())
     found["lookup"] = in_turn(drafting(lookup))
@@ -187,12 +189,12 @@ def measure_batches(model: Any, tokenizer: Any, document: int, rows: int) -> dic
             for row, end in enumerate(ends):
                 mask[row, : width - end.shape[1]] = 0
             began = time.perf_counter()
-            found = _generate(model, ids, NEW_TOKENS, attention_mask=mask, self_speculative=config)
+            found = generate_greedily(model, ids, NEW_TOKENS, attention_mask=mask, self_speculative=config)
             seconds.append(time.perf_counter() - began)
             texts.append(found.tolist())
         return {"seconds": seconds, "texts": texts}
 
-    _generate(model, tokens_of(tokenizer, 64).repeat(rows, 1), 4, self_speculative=nothing)
+    generate_greedily(model, tokens_of(tokenizer, 64).repeat(rows, 1), 4, self_speculative=nothing)
     found = {"plain": answers(None), "nothing drafted": answers(nothing)}
     enable_self_speculative(model, prefix_cache="2GB")
     found["nothing drafted, prefix_cache"] = answers(nothing)

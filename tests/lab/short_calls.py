@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +24,12 @@ from ssd_generation.harness.run import interleaved, timed
 from ssd_generation.models import load_model
 
 from .program import Program, conditions
+from .prompts import tokens_of
 from .side_by_side import greedy_options, with_range
 from .tables import as_markdown
 
 __all__ = ["measure"]
 
-_TEXT = Path(__file__).parents[2] / "docs" / "how-it-works.md"
 _METHODS: dict[str, Any] = {
     "plain": None,
     "nothing drafted": SelfSpeculativeConfig(drafting=DraftingConfig(policy="none")),
@@ -55,11 +54,10 @@ def measure(
         By method, `seconds` of each call, the `speed` relative to plain `generate`, as `spread` returns it, and
         `texts`, the number of texts that are plain `generate`'s.
     """
-    ids = tokenizer(_TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids
-    shared = 3 * prompt // 4
+    ids, shared = tokens_of(tokenizer, prompt * (repeats + 3)), 3 * prompt // 4
     timings, outputs = Timings(_METHODS, "plain"), {name: list[torch.Tensor]() for name in _METHODS}
     for turn in interleaved(list(_METHODS), repeats):
-        text = ids.roll(-prompt * (turn.round + 2 - turn.is_warm_up), 1)[:, : prompt - shared]
+        text = ids[:, prompt * (turn.round + 2 - turn.is_warm_up) :][:, : prompt - shared]
         asked = torch.cat((ids[:, :shared], text), dim=1)
         options: dict[str, Any] = {"attention_mask": torch.ones_like(asked), **greedy_options(new_tokens)}
         if _METHODS[turn.method] is not None:

@@ -1,4 +1,4 @@
-"""What a store of earlier texts adds to lookup, in calls whose texts have much in common.
+"""Gain of a store of earlier texts over lookup alone, in calls whose texts have much in common.
 
     python -m tests.lab.stores [--model FOLDER] [--dtype bfloat16] [--series edits summaries samples] [--new-tokens 96]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers.cache_utils import Cache
 
-from ...cache.buffered_layers import append_written
+from ...cache.buffered_layers import append_written, copy_row
 from ...native.cache_table import TextPlace
 from .batch_invariance import NATIVE, PROMPT_WIDTHS, BatchInvariance
 from .passes import captured_target
@@ -104,9 +104,7 @@ class PromptPasses:
             tokens = ids[row : row + 1, start:-1]
             same = known.setdefault((start, *tokens[0].tolist()), row)
             if same != row:
-                for layer in layers:
-                    for states in (layer.key_buffer, layer.value_buffer):
-                        states[row, :, start : count - 1] = states[same, :, start : count - 1]
+                copy_row(cache, same, row, slice(start, count - 1))
                 continue
             reused = 0
             for layer, states in zip(layers, () if prefixes is None else prefixes.take(tokens[0]), strict=False):

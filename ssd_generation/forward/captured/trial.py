@@ -70,7 +70,7 @@ def compare_with_model(
             raise CannotCapture("the captured pass gives different logits from the model's")
         return True
 
-    if adapters_in_use(model):  # a few of their numbers stand for them elsewhere; here none would be enough
+    if adapters_in_use(model):  # `numbers_of` reads a few of their numbers, too few for this
         compare()
     else:
         cached_measurement(model, _described(model, digest), compare)

@@ -486,10 +486,7 @@ class LowBitCopies:
         self._copied: list[tuple[LowBitCopy, list[nn.Module]]] = []
         places, self.left = _places(model, skip, precision)
         store = state_of(model).get(CopiesPart).low_bit_copies
-        for group in _groups(places, precision.group_size):
-            key = _key([p.module for p in group], group[0].precision, precision.group_size)
-            rows, columns = sum(p.shape[0] for p in group), group[0].shape[1]
-            reason = refused_shape(rows, columns, group[0].precision, precision.group_size, on_cpu)
+        for group, key, _, reason in _keyed(places, precision.group_size, on_cpu):
             if reason is None and key not in store:
                 try:
                     if make is None:
@@ -636,6 +633,14 @@ def _groups(places: list[_Place], group_size: int) -> list[list[_Place]]:
     return groups
 
 
+def _keyed(places: list[_Place], group_size: int, on_cpu: bool) -> Iterator[tuple[list[_Place], Any, int, str | None]]:
+    """Yield each group of `_groups`, the key of its copy, its number of weights, and why it has none, or `None`."""
+    for group in _groups(places, group_size):
+        key = _key([place.module for place in group], group[0].precision, group_size)
+        rows, columns = sum(place.shape[0] for place in group), group[0].shape[1]
+        yield group, key, rows * columns, refused_shape(rows, columns, group[0].precision, group_size, on_cpu)
+
+
 class Resident(Protocol):
     """Draft of a model with offloaded weights (resident.py), as far as it is used here."""
 
@@ -703,24 +708,21 @@ def missing_copies(
     Raises:
         ValueError: see `check_precision`.
     """
-    part = state_of(model).get(CopiesPart)
-    if (skip, precision) in part.low_bit_drafts:
-        return []
     check_precision(model, precision)
-    store, on_cpu = part.low_bit_copies, next(model.parameters()).device.type in ("cpu", "meta")
-    found: list[tuple[int, Callable[[], None]]] = []
+    on_cpu = next(model.parameters()).device.type in ("cpu", "meta")
+    store = state_of(model).get(CopiesPart).low_bit_copies
 
     def make(key: Any, group: Sequence[_Place]) -> None:
         if key not in store:
             with contextlib.suppress(CannotRead):
                 store[key] = _copy_of(model, group, precision.group_size)
 
-    for group in _groups(_places(model, skip, precision)[0], precision.group_size):
-        key = _key([place.module for place in group], group[0].precision, precision.group_size)
-        rows, columns = sum(place.shape[0] for place in group), group[0].shape[1]
-        if key not in store and refused_shape(rows, columns, group[0].precision, precision.group_size, on_cpu) is None:
-            found.append((rows * columns, partial(make, key, group)))
-    return found
+    groups = _keyed(_places(model, skip, precision)[0], precision.group_size, on_cpu)
+    return [
+        (weights, partial(make, key, group))
+        for group, key, weights, reason in groups
+        if reason is None and key not in store
+    ]
 
 
 def rewrite_copies(model: PreTrainedModel, copies: LowBitCopies) -> None:

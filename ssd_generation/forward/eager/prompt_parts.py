@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ...cache.buffered_layers import BufferedLayer, add_buffers, append_written
+from ...cache.buffered_layers import BufferedLayer, add_buffers, append_written, copy_row
 from ...cache.recurrent import slots_of
 from ...support.versions import CACHE, cache_argument
 from ..captured.prompt_passes import RowPrefixes
@@ -92,9 +92,7 @@ def read_rows_in_parts(
         same = known.setdefault((start, *tokens.tolist()), row)
         if same != row:
             logits.append(logits[same])
-            for layer in layers:
-                for buffer in (layer.key_buffer, layer.value_buffer):
-                    buffer[row, :, start:count] = buffer[same, :, start:count]
+            copy_row(cache, same, row, slice(start, count))
             continue
         own: Any = DynamicCache(config=config)
         add_buffers(own)
