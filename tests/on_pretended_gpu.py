@@ -19,11 +19,12 @@ from ssd_generation.benchmark import gpu
 from ssd_generation.decoding.loop import DecodingLoop
 from ssd_generation.forward.copies.low_bit import CopiesPart
 from ssd_generation.forward.cuda_graph import graphs as replay
-from ssd_generation.forward.cuda_graph.graph_passes import GraphPart
+from ssd_generation.forward.cuda_graph.graph_passes import GraphPart, why_no_graphs
 from ssd_generation.forward.cuda_graph.graphs import CudaGraphs
 from ssd_generation.harness.texts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
+from ssd_generation.tuning.automatic import automatic_config
 from ssd_generation.tuning.costs import measure_costs
 from test_replayed import NOTHING, Forbids, Guesses, _Tokenizer, plain_text
 from tiny_models import VOCAB, even_model, prompt, tiny_model
@@ -412,6 +413,13 @@ def test_the_program_that_measures(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     found = gpu.measure_calls(model, _Tokenizer(), clock, new_tokens=24)
     assert clock.missing == [] and found["host"] > 0
     assert all(row["lookup: text as undrafted"] and row["auto: text as undrafted"] for row in found["calls"])
+
+
+def test_auto_does_not_look_for_other_drafts_in_the_middle_of_calls() -> None:
+    assert not automatic_config(model_here()).adapt
+    model = model_here()
+    model.config._attn_implementation = "flex_attention"  # nothing is replayed
+    assert why_no_graphs(model) is not None and automatic_config(model).adapt
 
 
 def test_graphs_go_with_their_model() -> None:

@@ -180,24 +180,29 @@ class LooksAhead(ByWidth):
         return self.inner(x) + 0.3 * x.mean(dim=1, keepdim=True)  # type: ignore[no-any-return]
 
 
+def differs(found: ModelCheck) -> bool:
+    """Tell whether logits were found to differ, in passes of the model's own code."""
+    return found.refusal is not None and "different logits" in found.refusal
+
+
 @pytest.mark.parametrize("fault", [ByWidth, OfWholePass, CountsCalls, LooksAhead])
 @pytest.mark.parametrize("is_batch", [False, True])
 @pytest.mark.parametrize("place", [0, 3])
 def test_layers_that_depend_on_the_pass_are_noticed(fault: type[ByWidth], is_batch: bool, place: int) -> None:
     model = tiny_model()
-    model.model.layers[place].mlp = fault(model.model.layers[place].mlp)
-    assert checked(model, is_batch).refusal is not None
+    model.model.layers[place].mlp = fault(model.model.layers[place].mlp).eval()
+    assert differs(checked(model, is_batch))
     # Also in half precision, despite rounding. As in a call, a batch is checked if a single text may draft.
     for dtype in (torch.bfloat16, torch.float16):
         model = tiny_model().to(dtype)
-        model.model.layers[place].mlp = fault(model.model.layers[place].mlp)
-        assert (checked(model).refusal or checked(model, is_batch).refusal) is not None
+        model.model.layers[place].mlp = fault(model.model.layers[place].mlp).eval()
+        assert differs(checked(model)) or differs(checked(model, is_batch))
 
 
 @pytest.mark.parametrize("least", [4, 13, 14])
 def test_widths_are_tried(least: int) -> None:
     model = tiny_model()
-    model.model.layers[1].mlp = ByWidth(model.model.layers[1].mlp, least)
+    model.model.layers[1].mlp = ByWidth(model.model.layers[1].mlp, least).eval()
     found = checked(model)
     if least > 13:  # wider than any pass of a round
         assert found.refusal is None
@@ -205,6 +210,31 @@ def test_widths_are_tried(least: int) -> None:
     assert found.refusal is not None
     with pytest.warns(UserWarning, match="decoded without drafts"):
         assert_text_of_plain(model, DRAFTS["skip"], SINGLE)
+
+
+class ByRows(nn.Module):
+    """Layer whose product of more than so many rows rounds otherwise, as on a GPU."""
+
+    def __init__(self, inner: nn.Module, noise: torch.Tensor, most: int) -> None:
+        super().__init__()
+        self.inner, self.noise, self.most = inner, noise, most
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)
+        return found if x.shape[0] * x.shape[1] <= self.most else found * self.noise
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+@pytest.mark.parametrize(("noise", "refused"), [(0.1, False), (3.0, True)])
+def test_products_of_many_rows_may_be_rounded_otherwise(
+    noise: float, refused: bool, is_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_check, "_own_code", lambda: f"noise {noise}")  # the store's key knows no weights
+    model = tiny_model().to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    factors = (1 + noise * torch.randn(model.config.hidden_size, generator=generator)).to(torch.bfloat16)
+    model.model.layers[1].mlp = ByRows(model.model.layers[1].mlp, factors, most=4 if is_batch else 2).eval()
+    assert differs(checked(model, is_batch)) is refused
 
 
 def test_layers_that_ignore_positions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

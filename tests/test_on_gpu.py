@@ -25,10 +25,17 @@ from ssd_generation.tuning.costs import measure_costs
 from test_replayed import NOT_REPLAYED, NOTHING, Forbids, Guesses, plain_text
 from tiny_models import FAMILIES, even_model, prompt, tiny_model
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    # torch's own, of counting the host's waits and of compiling.
+    pytest.mark.filterwarnings("default:called a synchronizing CUDA operation"),
+    pytest.mark.filterwarnings("default:Synchronization debug mode is a prototype feature"),
+    pytest.mark.filterwarnings("default:.*torch.jit:DeprecationWarning"),
+]
 
 HERE = torch.device("cuda", 0)
 OWN = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0, 2]), DraftingConfig(policy="fixed", max_draft_length=4))
+EXPERTS = ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"]
 REQUESTS: dict[str, Any] = {
     "nothing": NOTHING,
     "guesses": lambda plain: Guesses(plain[0].tolist()),
@@ -94,10 +101,19 @@ def test_the_text_is_plain_generates_of_every_family(family: str) -> None:
         plain, drafted = texts(model, request)
         assert plain == drafted, about(model)
         # In float32 torch has no grouped matrix product for experts; its fallback reads each expert's token count.
-        stays_eager = family in NOT_REPLAYED or family in ("mixtral", "qwen3_moe")
+        stays_eager = family in NOT_REPLAYED or family in EXPERTS
         assert (model.last_speculation.replayed_passes == 0) == stays_eager, about(model)
     plain, drafted = texts(model, NOTHING, **OPTIONS["sampled"])
     assert plain == drafted, about(model)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_in_bfloat16_are_replayed(family: str) -> None:
+    model = model_here(family, dtype=torch.bfloat16)
+    texts(model, NOTHING)
+    texts(model, REQUESTS["lookup"])
+    last = model.last_speculation
+    assert last.replay_refusal is None and last.replayed_passes == last.target_passes - 1 > 3, about(model)
 
 
 @pytest.mark.parametrize("how", ["greedy", "sampled"])

@@ -1,14 +1,15 @@
 """Costs of passes on a GPU and the gain of replaying them, in one process and a given time.
 
     python -m ssd_generation.benchmark.gpu [--model demo | --shape 1.5b] [--seconds 400] [--new-tokens 128]
-        [--fused none|rows|whole] [--methods plain,lookup]
+        [--fused none|rows|whole] [--methods plain,lookup,int4]
 
 Reports milliseconds of a pass by width and bucket, by the model's own code and replayed (CUDA graphs), also of a draft
 step with half of the sub-layers skipped; whether a token's bits depend on its place; bytes of the arena and of device
-memory in use. With a model (not a shape, whose weights are random) it also times whole calls, interleaved: plain
-`generate`, with a static cache that transformers compiles, undrafted, by lookup, and "auto", once everything compiled
-in the background is in use; and reports whether drafted texts equal undrafted ones, the first calls, and the host time
-of a round. It lists the measurements that did not fit into the time, or failed.
+memory in use. It also times whole calls, interleaved: plain `generate`, with a static cache that transformers compiles,
+undrafted, by lookup, and "auto", once everything compiled in the background is in use; and reports whether drafted
+texts equal undrafted ones, the slowest call of each method and the graphs that were captured in it, the first calls,
+and the host time of a round. A shape has random weights, whose texts mean nothing: nothing drafts there unless
+`--methods` says so. It lists the measurements that did not fit into the time, or failed.
 `ssd benchmark --device cuda --methods auto,lookup,plain-loop,static` makes the long version of that table.
 """
 
@@ -24,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache
 
 from ..cache.arena import Arena
@@ -72,14 +73,30 @@ SHAPES: dict[str, Any] = {
         vocab_size=128256,
         max_position_embeddings=8192,
     ),
+    "30b-a3b": lambda: Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        vocab_size=151936,
+        max_position_embeddings=8192,
+    ),
 }
-"""Shapes of models with random weights, for timing passes."""
+"""Shapes of models with random weights, for timing passes: a mixture of experts is among them."""
 
 _WIDTHS = (1, 4, 8, 16)
 _BEHIND = (128, 1500)
 """Cached tokens that passes follow: in the first bucket and in the fourth."""
 _REPEATS = 20
 _METHODS = (PLAIN, "static", UNDRAFTED, "lookup", "auto")
+_METHODS_OF_SHAPES = (PLAIN, "static", UNDRAFTED)
+_RANDOM_PROMPTS, _RANDOM_TOKENS = 4, 60
 
 
 @dataclass
@@ -202,21 +219,19 @@ def measure_calls(
 
     Args:
         model: a transformers model, enabled.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer; `None`: prompts of random tokens.
         clock: time limit.
         new_tokens: number of new tokens in each call; end of sequence is off.
         methods_wanted: names of methods, as in `make_methods`.
 
     Returns:
         `first`: seconds of a process's first two calls, by method; `calls`: for each prompt its category and by method
-        seconds, tokens per pass and whether the text equals the undrafted one; `host`: host seconds in a round.
+        seconds and, for methods of this library, tokens per pass, graphs captured, why nothing more is replayed, and
+        whether the text equals the undrafted one; `host`: host seconds in a round.
     """
-    prompts = [prompt for at in range(8) for prompt in _each_category(at)]
     methods = {method.name: dict(method.request) for method in make_methods(methods_wanted, model)}
-    encoded = [
-        {key: value.to(model.device) for key, value in encode_prompt(tokenizer, prompt.text, True).items()}
-        for prompt in prompts
-    ]
+    drafting = [name for name, request in methods.items() if "self_speculative" in request and name != UNDRAFTED]
+    categories, encoded = _prompts(model, tokenizer)
 
     def call(name: str, at: int) -> tuple[float, list[int]]:
         wait_for(model.device)
@@ -247,22 +262,25 @@ def measure_calls(
     if UNDRAFTED in methods:
         _wait_until_compiled(model, lambda: call(UNDRAFTED, 0), clock)
     calls: list[dict[str, Any]] = []
-    for at, prompt in enumerate(prompts):
+    for at, category in enumerate(categories):
         if clock.left <= 0:
-            clock.missing.append(f"whole calls: {at} of {len(prompts)} prompts fitted into the time")
+            clock.missing.append(f"whole calls: {at} of {len(categories)} prompts fitted into the time")
             break
-        row: dict[str, Any] = {"category": prompt.category, "prompt_tokens": int(encoded[at]["input_ids"].shape[1])}
+        row: dict[str, Any] = {"category": category, "prompt_tokens": int(encoded[at]["input_ids"].shape[1])}
         texts = {}
         for name in methods:
+            graphs = _graphs(model)
             found = clock.attempt(f"{name}, prompt {at}", partial(call, name, at))
             if found is not None:
                 row[name], texts[name] = found
-                if name in ("lookup", "auto", UNDRAFTED):
+                if name in (*drafting, UNDRAFTED):
                     about = model.last_speculation
                     row[f"{name}: tokens a pass"] = about.generated_tokens / about.target_passes
                     row[f"{name}: exactness"] = about.exactness
                     row[f"{name}: replayed"] = about.replayed_passes / max(about.target_passes - 1, 1)
-        for name in ("lookup", "auto"):
+                    row[f"{name}: refusal"] = about.replay_refusal
+                    row[f"{name}: captured"] = len(_graphs(model) - graphs)
+        for name in drafting:
             if name in texts and UNDRAFTED in texts:
                 row[f"{name}: text as undrafted"] = texts[name] == texts[UNDRAFTED]
         for name, said in ((UNDRAFTED, "undrafted"), ("static", "static")):
@@ -271,7 +289,9 @@ def measure_calls(
         calls.append(row)
     host = None
     if is_asynchronous(model.device):
-        host = clock.attempt("host time", lambda: _host_seconds(lambda: call("lookup", 0)))
+        timed = "lookup" if "lookup" in methods else UNDRAFTED
+        if timed in methods:
+            host = clock.attempt("host time", lambda: _host_seconds(lambda: call(timed, 0)))
     else:
         clock.missing.append("host time in a round: on a CPU it cannot be separated from the time of the pass")
     return {"first": first, "calls": calls, "host": host}
@@ -288,6 +308,26 @@ def _wait_until_compiled(model: Any, call: Callable[[], Any], clock: Clock) -> N
         elif fusing is not None and fusing.is_done and (fusing.refusal or fusing.passes.refusal):
             return
         call()
+
+
+def _prompts(model: Any, tokenizer: Any) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
+    """Return the categories of the prompts, and their tokens on the model's device."""
+    if tokenizer is None:
+        size = (_RANDOM_PROMPTS, 1, _RANDOM_TOKENS)
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        rows = torch.randint(0, model.config.vocab_size, size, generator=generator, device="cpu").to(model.device)
+        return ["random"] * len(rows), [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows]
+    prompts = [prompt for at in range(8) for prompt in _each_category(at)]
+    return [prompt.category for prompt in prompts], [
+        {key: value.to(model.device) for key, value in encode_prompt(tokenizer, prompt.text, True).items()}
+        for prompt in prompts
+    ]
+
+
+def _graphs(model: Any) -> set[int]:
+    """Return the identities of the graphs that are held for a model."""
+    every = state_of(model).get(GraphPart).passes.values()
+    return {id(graph) for passes in every for graph in passes.table.graphs.values()}
 
 
 def _each_category(at: int) -> Iterator[Any]:
@@ -355,7 +395,8 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
     if calls := (report["calls"] or {}).get("calls"):
         yield ""
         yield f"{'whole calls':34}{'x plain':>12}{'least':>12}{'greatest':>12}{'x static':>12}"
-        for name in ("static", UNDRAFTED, "lookup", "auto"):
+        methods = [name for name in report["calls"]["first"] if name != PLAIN]
+        for name in methods:
             ratios = [row[PLAIN] / row[name] for row in calls if name in row and PLAIN in row]
             beside = [row["static"] / row[name] for row in calls if name in row and "static" in row]
             if ratios:
@@ -363,8 +404,7 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
                 cells += [statistics.geometric_mean(beside)] if beside else []
                 yield f"{name:34}" + "".join(f"{value:12.2f}" for value in cells)
         for key in (
-            "lookup: text as undrafted",
-            "auto: text as undrafted",
+            *(f"{name}: text as undrafted" for name in methods),
             "undrafted text as plain's",
             "static text as plain's",
         ):
@@ -374,10 +414,14 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         bitwise = [row["lookup: exactness"] == "bitwise" for row in calls if "lookup: exactness" in row]
         if bitwise:
             yield f"{'lookup: exactness is bitwise':34}{sum(bitwise):>12} of {len(bitwise)}"
-        for key in (f"{UNDRAFTED}: replayed", "auto: replayed", "lookup: tokens a pass", "auto: tokens a pass"):
+        for key in (f"{name}: {what}" for what in ("replayed", "tokens a pass") for name in methods):
             known = [row[key] for row in calls if key in row]
             if known:
                 yield f"{key:34}{statistics.mean(known):12.2f}"
+        for name in methods:
+            known = [row for row in calls if f"{name}: captured" in row and PLAIN in row]
+            if known:
+                yield _slowest(name, known)
         first = report["calls"]["first"]
         yield "seconds of the first two calls: " + ", ".join(f"{k} {a:.2f} {b:.2f}" for k, (a, b) in first.items())
         if report["calls"]["host"] is not None:
@@ -389,6 +433,17 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         yield f"memory of the device in use: {report['reserved_bytes'] / 1e9:.2f} GB"
     for line in report["missing"]:
         yield f"not measured: {line}"
+
+
+def _slowest(name: str, calls: Sequence[dict[str, Any]]) -> str:
+    """Return a line about the call of a method that gained least."""
+    row = min(calls, key=lambda row: float(row[PLAIN] / row[name]))
+    line = (
+        f"slowest call, {name}: {row[PLAIN] / row[name]:.2f} x plain ({row[PLAIN]:.2f} s), {row['category']}, "
+        f"{row[f'{name}: tokens a pass']:.2f} tokens a pass, {row[f'{name}: replayed']:.0%} of the passes replayed, "
+        f"{row[f'{name}: captured']} graphs captured"
+    )
+    return line if row[f"{name}: refusal"] is None else f"{line}; {row[f'{name}: refusal']}"
 
 
 def main() -> None:
@@ -410,17 +465,19 @@ def main() -> None:
         help="what to compile before passes are captured: nothing, norms with gated activations and rotary embeddings, "
         "or all of a pass; left out: what decoding does by itself",
     )
-    parser.add_argument("--methods", default=",".join(_METHODS), help="of whole calls; default: %(default)s")
+    parser.add_argument(
+        "--methods",
+        help=f"of whole calls; default: {','.join(_METHODS)}, and with --shape {','.join(_METHODS_OF_SHAPES)}",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     model, tokenizer = _loaded(arguments)
     clock = Clock(arguments.seconds)
     if arguments.fused is not None:
         graph_passes.FUSES = arguments.fused
-    calls = None
-    if tokenizer is not None:
-        calls_clock = Clock(arguments.seconds * 0.7, clock.missing)
-        calls = measure_calls(model, tokenizer, calls_clock, arguments.new_tokens, arguments.methods.split(","))
+    methods = arguments.methods.split(",") if arguments.methods else _METHODS_OF_SHAPES if arguments.shape else _METHODS
+    calls_clock = Clock(arguments.seconds * 0.7, clock.missing)
+    calls = measure_calls(model, tokenizer, calls_clock, arguments.new_tokens, methods)
     state = state_of(model).get(GraphPart)
     target = state.passes.get(None)
     report = {

@@ -14,6 +14,7 @@ from ..drafting.policy import CostAwarePolicy
 from ..forward.captured.passes import skip_mode_of
 from ..forward.copies.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from ..forward.copies.resident import check_memory, resident_bytes, why_not_resident
+from ..forward.cuda_graph.graph_passes import why_no_graphs
 from ..forward.structure.linears import has_foreign
 from ..forward.structure.offloaded import is_offloaded
 from ..support.bounds import Number
@@ -180,7 +181,8 @@ def automatic_choice(
     if is_offloaded(model):
         return _choice_of_offloaded(model, asked.draft_memory)
     if not asked.names:
-        lookup = _candidate(None, 0.0)
+        # Where passes are graphs, a skipping draft has to be captured to be judged: seconds, in the middle of a call.
+        lookup = dataclasses.replace(_candidate(None, 0.0), adapt=why_no_graphs(model) is not None)
         lookup = dataclasses.replace(lookup, costs=costs_of(model, lookup))
         asked.note_answered(model)
         return AutomaticChoice(lookup, asked.draft_memory, ruled_out=asked.ruled_out)
