@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default:called a synchronizing CUDA operation"),
     pytest.mark.filterwarnings("default:Synchronization debug mode is a prototype feature"),
     pytest.mark.filterwarnings("default:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("default:TensorFloat32 tensor cores"),
 ]
 
 HERE = torch.device("cuda", 0)
