@@ -402,7 +402,9 @@ def test_the_program_that_measures(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(gpu, "_WIDTHS", (1, 4))
     monkeypatch.setattr(gpu, "_BEHIND", (20, 300))
     monkeypatch.setattr(
-        sys, "argv", ["gpu", "--shape", "tiny", "--device", NAME, "--dtype", "float32", "--seconds", "1e6"]
+        sys,
+        "argv",
+        ["gpu", "--shape", "tiny", "--device", NAME, "--dtype", "float32", "--seconds", "1e6", "--new-tokens", "8"],
     )
     gpu.main()
     printed = capsys.readouterr().out

@@ -950,14 +950,19 @@ def small_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_WIDTHS", (1, 4))
     monkeypatch.setattr(gpu, "_BEHIND", (20, 300))
     monkeypatch.setattr(
-        sys, "argv", ["gpu", "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--seconds", "1e6"]
+        sys,
+        "argv",
+        ["gpu", "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--seconds", "1e6", "--new-tokens", "8"],
     )
 
 
 def test_the_program_that_measures_passes(small_benchmark: None, capsys: pytest.CaptureFixture[str]) -> None:
     gpu.main()
     printed = capsys.readouterr().out
-    assert "4 after 300" in printed and "half left out, 1 after 20" in printed and "not measured" not in printed
+    assert "4 after 300" in printed and "half left out, 1 after 20" in printed
+    assert printed.count("not measured") == 1 and "not measured: host time in a round" in printed
+    for line in ("plain-loop", "static", "undrafted text as plain's", "slowest call, plain-loop: "):
+        assert f"\n{line}" in printed
 
 
 def test_the_program_says_what_it_could_not_measure(
