@@ -205,8 +205,24 @@ def test_each_draft_in_vain_doubles_the_wait() -> None:
     assert account.wait == 32
     account.drafted(right=True, pays=True)
     assert account.wait == 0
+    for _ in range(3):  # rows of one round
+        account.stand_still(0.25)
+    assert (account.balance, account.waited) == (0.0, 1)  # so that all of them decide alike
+    account.end_round()
+    account.end_round()
     account.stand_still(0.25)
-    assert (account.balance, account.waited) == (0.25, 1)
+    assert (account.balance, account.waited) == (0.25, 2)
+
+
+def test_all_rows_of_a_round_share_its_probe() -> None:
+    account = Account(1.0)
+    account.savings, account.wait = 5.0, 2
+    assert not account.pay_probe(1.5)
+    account.waited = 2
+    assert [account.pay_probe(price) for price in (1.5, 1.5, 1.2, 1.6)] == [True, True, True, False]
+    assert account.savings == 4.5
+    account.end_round()
+    assert not account.pay_probe(1.5)
 
 
 def test_what_an_account_opens_with_and_may_have() -> None:
@@ -267,6 +283,7 @@ def test_no_round_that_the_budget_pays_for_loses_more_than_it_opened_with(
             lost += prices.rounds[drafted] - 1.0 - kept
         else:
             budget.drafting.stand_still(budget.income)
+            budget.report(0, 0, 0, 0)
         assert lost <= 1.5 + budget.income * count + 1e-9
     budget.settle(pays=True)
     assert -1e-9 <= budget.drafting.balance <= budget.drafting.cap

@@ -102,11 +102,13 @@ class Account:
         waited: rounds without a draft since the last probe.
     """
 
-    __slots__ = ("balance", "cap", "savings", "wait", "waited")
+    __slots__ = ("_income", "_paid", "balance", "cap", "savings", "wait", "waited")
 
     def __init__(self, balance: float, cap: float = _LEAST_CAP) -> None:
         self.balance, self.cap = balance, cap
         self.savings, self.wait, self.waited = 0.0, 0, 0
+        self._income: float | None = None  # of this round, if any row of it does not draft
+        self._paid: float | None = None  # price of this round's probe
 
     def book(self, amount: float) -> None:
         """Add what a round gained, less what it cost."""
@@ -129,20 +131,32 @@ class Account:
             self.wait = min(max(2 * self.wait, 2), _LONGEST_WAIT)
 
     def stand_still(self, income: float) -> None:
-        """Book the income of a round without a draft."""
-        self.book(income)
-        self.waited += 1
+        """Earn the income of a round without a draft, once for all of its rows; it is booked when the round ends."""
+        if self._income is None:
+            self._income = income
+            self.waited += 1
 
     def pay_probe(self, price: float) -> bool:
-        """Return whether a probe is due and can be paid; if so, draw on the savings and restart the wait."""
+        """Return whether a probe is due and can be paid; if so, draw on the savings and restart the wait.
+
+        One payment serves all rows of a round: its passes are as wide for each of them.
+        """
+        if self._paid is not None and price <= self._paid:
+            return True
         missing = price - self.balance
         if self.waited < self.wait or missing > self.savings:
             return False
         if missing > 0.0:
             self.balance += missing
             self.savings -= missing
-        self.waited = 0
+        self.waited, self._paid = 0, price
         return True
+
+    def end_round(self) -> None:
+        """Book the income of the round that ends."""
+        if self._income is not None:
+            self.book(self._income)
+        self._income = self._paid = None
 
 
 class _Tally:
@@ -223,6 +237,8 @@ class Budget:
 
     def settle(self, pays: bool) -> None:
         """Book the reports of the round; `pays` as in `begin_row`."""
+        self.drafting.end_round()
+        self.copying.end_round()
         drafts, copies = self._drafts, self._copies
         gain = gain_per_token(drafts.right + copies.right, max(self._rows, drafts.rows, copies.rows), self._advance)
         if drafts.rows:
