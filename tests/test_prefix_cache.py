@@ -232,6 +232,28 @@ def test_parts_begin_at_multiples_of_their_length(read_by_torch: None) -> None:
     assert reused(model) == 64  # it parts from the stored one in the middle of a part
 
 
+@pytest.mark.parametrize("count", [40, 64, 100])
+@pytest.mark.measures
+def test_the_same_prompt_again_is_not_read_in_parts(count: int, read_by_torch: None, tmp_path: Path) -> None:
+    one, other = model_of(torch.bfloat16), model_of(torch.bfloat16)
+    texts = [generate(one, prompt(count), do_sample=sample, cache_salt="A") for sample in (False, True)]
+    assert reused(one) == count
+    generate(one, prompt(count), cache_salt="B")
+    assert reused(one) == 0
+    # Its ending serves the same prompt alone.
+    generate(one, prompt(100)[:, : count - 1], cache_salt="A")
+    assert reused(one) == (count - 2) // 32 * 32
+    assert save_prefix_cache(one, tmp_path / "prefixes.safetensors") == load_prefix_cache(
+        other, tmp_path / "prefixes.safetensors"
+    )
+    again = [generate(other, prompt(count), do_sample=sample, cache_salt="A") for sample in (False, True)]
+    assert reused(other) == count and all(map(torch.equal, texts, again))
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.data[0] += 1  # torch does not count it
+    changed = generate(other, prompt(count), cache_salt="A", output_logits=True, return_dict_in_generate=True)
+    assert reused(other) == 0 and not torch.equal(changed.sequences, again[0])
+
+
 @pytest.mark.measures
 def test_where_parts_do_not_keep_bits_nothing_is_reused(read_by_torch: None) -> None:
     model = model_of(torch.bfloat16)
@@ -528,8 +550,8 @@ def test_rows_in_parts_have_the_bits_of_each_alone(
                 if why_not() is None:
                     logits = zip(alone.logits, found[0].logits, strict=True)
                     assert all(torch.equal(own[0], rows[row]) for own, rows in logits)
-    # 32 tokens for each row but the first; and what the batch before left: 64 of a row that it had in common.
-    assert counts[0] == (64, 64) and counts[1][0] == 32 + 64 and counts[1][1] == 32
+    # 32 tokens for each row but the first; and what the batch before left: all of a row that it had in common.
+    assert counts[0] == (64, 64) and counts[1][0] == 32 + 65 and counts[1][1] == 32
 
 
 @pytest.mark.measures

@@ -111,7 +111,7 @@ def _in_parts(
     if starts == [0]:
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        return read_in_parts(forward.model, cache, input_ids, positions, part)
+        return read_in_parts(forward.model, cache, input_ids, positions, part, forward.prefixes)
     if starts is None or positions is None or slots_of(cache):
         return None
     return read_rows_in_parts(forward.model, cache, input_ids, positions, starts, part, forward.prefixes)

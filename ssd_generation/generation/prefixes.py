@@ -50,6 +50,9 @@ _COLUMNS = 1024
 FEWEST = 32
 """Shortest prefix that is reused, in tokens: reuse takes a reading of all weights, to check that they are the same."""
 
+_ENDING = torch.zeros(1, dtype=torch.long, device="cpu")
+"""Tokens under which the ending of a prompt is stored, by a key of its own."""
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 PrefixCacheSize = bool | int | str
@@ -162,6 +165,7 @@ class Prefix:
     ) -> None:
         self.reused = 0
         self._is_checked = False  # whether the digest of the weights was compared
+        self._endings: list[tuple[torch.Tensor, States]] = []  # to be stored after the text
         self._forward, self._cache, self._ids = forward, cache, input_ids
         self._part = state_of(forward.model).get(PrefixPart)
         self._prefixes = self._part.cache
@@ -200,8 +204,8 @@ class Prefix:
         if self._prefixes is None:
             return
         follow_weights_of(self._forward.model)
+        self._forward.prefixes = self
         if len(self._ids) > 1:
-            self._forward.prefixes = self
             return
         tokens = self._ids[0]
         for layer, states in zip(self._cache.layers, self.take(tokens[:-1]), strict=False):  # the last one is read
@@ -216,23 +220,71 @@ class Prefix:
         Returns:
             Keys and values by layer; empty where fewer are stored than are worth reading all weights for.
         """
-        prefixes, part, tokens = self._prefixes, self._part, tokens.cpu()
+        prefixes, tokens = self._prefixes, tokens.cpu()
         assert prefixes is not None
         count = self._whole_parts(prefixes.match(self._key, tokens))
-        if count < FEWEST:
+        if count < FEWEST or not self._are_weights_the_same(prefixes):
             return []
-        if not self._is_checked:
-            # torch does not count writes through `.data` or NumPy.
-            self._is_checked, digest = True, digest_of(self._forward.model)
-            if digest != part.digest:
-                prefixes.clear()
-                part.digest = digest
-                return []
         found = prefixes.take(self._key, tokens, count)
         # Another thread may have dropped some since.
         count = self._whole_parts(found[0][0].shape[2] if found else 0)
         self.reused += count
         return [(keys[:, :, :count], values[:, :, :count]) for keys, values in found] if count else []
+
+    def take_ending(self, tokens: torch.Tensor, count: int) -> tuple[States, torch.Tensor] | None:
+        """Return copies of the keys and values of a prompt's last tokens, and its logits, if it was read before.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(n,)`): all tokens of the prompt.
+            count: number of its last tokens, those after its whole parts.
+
+        Returns:
+            Keys and values by layer, and logits `(1, 1, V)`; `None` where they are not stored.
+        """
+        prefixes, key = self._prefixes, self._ending_key(tokens)
+        if prefixes is None or not prefixes.match(key, _ENDING) or not self._are_weights_the_same(prefixes):
+            return None
+        found = prefixes.take(key, _ENDING, 1)
+        if not found:  # another thread has dropped it since
+            return None
+        self.reused += count
+        *layers, (logits, _) = found
+        keys_and_values = [tuple(x[:, :, 0].unflatten(2, (count, -1)) for x in pair) for pair in layers]
+        return keys_and_values, logits[:, :, 0]  # type: ignore[return-value]
+
+    def add_ending(
+        self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]], logits: torch.Tensor
+    ) -> None:
+        """Store the ending of a prompt, once the text is decoded: the first token does not wait for it.
+
+        In a part of another length its tokens could have other bits, so that it serves this prompt alone.
+
+        Args:
+            tokens: as in `take_ending`.
+            states: keys and values of its last tokens by layer, each `(1, heads, count, size)`.
+            logits (`torch.FloatTensor` of shape `(1, 1, V)`): the logits after it.
+        """
+        if self._prefixes is not None and len(tokens) >= FEWEST:
+            layers: States = [tuple(x.flatten(2)[:, :, None].clone() for x in pair) for pair in states]  # type: ignore[misc]
+            layers.append((logits[:, :, None].clone(), logits[:, :, None, :0].clone()))
+            self._endings.append((tokens.cpu(), layers))
+
+    def _ending_key(self, tokens: torch.Tensor) -> Hashable:
+        """Return the key of a prompt's ending, which is stored as if it were a text of one token."""
+        digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
+        return (*self._key[:-1], f"{self._key[-1]}, the end of {digest}")
+
+    def _are_weights_the_same(self, prefixes: PrefixCache) -> bool:
+        """Tell whether the numbers in the weights are those that computed what is stored; clear it if not."""
+        if self._is_checked:
+            return True
+        # torch does not count writes through `.data` or NumPy.
+        self._is_checked, digest = True, digest_of(self._forward.model)
+        if digest == self._part.digest:
+            return True
+        prefixes.clear()
+        self._part.digest = digest
+        return False
 
     def _whole_parts(self, count: int) -> int:
         """Round a number of tokens down to whole parts of a prompt."""
@@ -245,20 +297,28 @@ class Prefix:
             tokens (`torch.LongTensor` of shape `(n,)`): tokens of the text.
             states: their keys and values by layer, each `(1, heads, n, size)`.
         """
-        if self._prefixes is None or len(tokens) < FEWEST:
+        if len(tokens) >= FEWEST:
+            self._store(self._key, tokens.cpu(), list(states))
+
+    def _store(self, key: Hashable, tokens: torch.Tensor, states: States) -> None:
+        if self._prefixes is None:
             return
         if self._part.digest is None:
             self._part.digest, self._is_checked = digest_of(self._forward.model), True
-        self._prefixes.keep(self._key, tokens.cpu(), list(states))
+        self._prefixes.keep(key, tokens, states)
 
     def keep(self, sequences: torch.Tensor) -> None:
-        """Store what the call has read and decoded; the prompts of a batch were stored when they were read.
+        """Store what the call has read and decoded; the whole parts of a batch were stored when they were read.
 
         Args:
             sequences (`torch.LongTensor` of shape `(B, n)`): the texts.
         """
         part, forward = self._part, self._forward
-        if self._prefixes is None or len(self._ids) > 1 or _weights(forward.model) != part.weights:
+        if self._prefixes is None or _weights(forward.model) != part.weights:
+            return
+        for tokens, ending in self._endings:
+            self._store(self._ending_key(tokens), _ENDING, ending)
+        if len(self._ids) > 1:
             return
         count = min(slots_of(self._cache), sequences.shape[1])
         if forward.model.dtype != torch.float32:

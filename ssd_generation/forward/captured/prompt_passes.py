@@ -33,6 +33,16 @@ class RowPrefixes(Protocol):
     def add(self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Store those of tokens that were read."""
 
+    def take_ending(
+        self, tokens: torch.Tensor, count: int
+    ) -> tuple[Sequence[tuple[torch.Tensor, torch.Tensor]], torch.Tensor] | None:
+        """Return those of the last `count` of a prompt's tokens, and its logits, if the same prompt was read before."""
+
+    def add_ending(
+        self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]], logits: torch.Tensor
+    ) -> None:
+        """Store those of the last tokens of a prompt, and the logits `(1, 1, V)` after it."""
+
 
 class PromptPasses:
     """Passes that read prompts of one model.

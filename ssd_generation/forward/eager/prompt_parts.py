@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...cache.buffered_layers import BufferedLayer, add_buffers, append_written, copy_row
+from ...cache.prefix_cache import whole_text
 from ...cache.recurrent import slots_of
 from ...support.versions import CACHE, cache_argument
 from ..captured.prompt_passes import RowPrefixes
@@ -22,7 +23,12 @@ __all__ = ["read_in_parts", "read_rows_in_parts"]
 
 
 def read_in_parts(
-    model: PreTrainedModel, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, part: int
+    model: PreTrainedModel,
+    cache: Cache,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    part: int,
+    prefixes: RowPrefixes | None = None,
 ) -> CausalLMOutputWithPast:
     """Read what the cache does not hold of a single text, in parts that begin at multiples of their length.
 
@@ -34,11 +40,19 @@ def read_in_parts(
         ids (`torch.LongTensor` of shape `(1, n)`): all tokens of the text.
         positions (`torch.LongTensor` of shape `(1, n)`): their positions.
         part: tokens of a part; the last one may have fewer.
+        prefixes: endings of prompts; this one's is stored there.
 
     Returns:
         The outputs for the last token: logits `(1, 1, V)`, and the cache.
     """
     name, count = cache_argument(model), ids.shape[1]
+    whole = (count - 1) // part * part
+    if prefixes is not None and slots_of(cache) == whole:
+        known = prefixes.take_ending(ids[0], count - whole)
+        if known is not None:
+            for layer, states in zip(cache.layers, known[0], strict=True):
+                layer.update(*states)
+            return CausalLMOutputWithPast(logits=known[1], **{CACHE: cache})
     fewer: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     logits = torch.empty(0, device=ids.device)
     # Kernels are chosen by the length of a part, not by how much is left.
@@ -53,6 +67,9 @@ def read_in_parts(
                 **{name: cache},
                 **fewer,
             ).logits[:, -1:]
+    states = None if prefixes is None else whole_text(cache, count)
+    if prefixes is not None and states is not None:
+        prefixes.add_ending(ids[0], [(keys[:, :, whole:], values[:, :, whole:]) for keys, values in states], logits)
     return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
 
@@ -98,7 +115,7 @@ def read_rows_in_parts(
         add_buffers(own)
         for layer, states in zip(own.layers, () if prefixes is None else prefixes.take(tokens[:-1]), strict=False):
             layer.update(*states)
-        logits.append(read_in_parts(model, own, tokens[None], positions[row : row + 1, start:], part).logits)
+        logits.append(read_in_parts(model, own, tokens[None], positions[row : row + 1, start:], part, prefixes).logits)
         for layer, read in zip(layers, own.layers, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(*(x.new_empty((batch, x.shape[1], 0, x.shape[3])) for x in _states(read)))
