@@ -249,8 +249,11 @@ class Prefix:
             return None
         self.reused += count
         *layers, (logits, _) = found
-        keys_and_values = [tuple(x[:, :, 0].unflatten(2, (count, -1)) for x in pair) for pair in layers]
-        return keys_and_values, logits[:, :, 0]  # type: ignore[return-value]
+
+        def unpacked(states: torch.Tensor) -> torch.Tensor:
+            return states.view(*states.shape[:2], count, -1)
+
+        return [(unpacked(keys), unpacked(values)) for keys, values in layers], logits[:, :, 0]
 
     def add_ending(
         self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]], logits: torch.Tensor

@@ -50,8 +50,8 @@ def read_in_parts(
     if prefixes is not None and slots_of(cache) == whole:
         known = prefixes.take_ending(ids[0], count - whole)
         if known is not None:
-            for layer, states in zip(cache.layers, known[0], strict=True):
-                layer.update(*states)
+            for layer, ending in zip(cache.layers, known[0], strict=True):
+                layer.update(*ending)
             return CausalLMOutputWithPast(logits=known[1], **{CACHE: cache})
     fewer: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     logits = torch.empty(0, device=ids.device)
