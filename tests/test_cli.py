@@ -873,7 +873,7 @@ def test_progress_in_a_terminal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch)
     with console.progress("Counting", total=2) as step:
         step("one")
         step("two")
-    assert "Counting: two" in file.getvalue() and "1/2" in file.getvalue()
+    assert "Counting: two" in file.getvalue() and "1/2" in file.getvalue() and "-1/2" not in file.getvalue()
     with console.progress("Waiting"):
         pass
 

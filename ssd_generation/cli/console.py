@@ -218,9 +218,9 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], N
     Yields:
         A function to call with the name of each step as it begins.
     """
-    console = err()
+    console, done = err(), itertools.count()
     if not console.is_terminal:
-        lines, done = LogLines(_PATIENCE), itertools.count()
+        lines = LogLines(_PATIENCE)
 
         def line(name: str) -> None:
             of = f" {next(done)}/{total}" if total is not None else ""
@@ -235,10 +235,11 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], N
         columns += [BarColumn(bar_width=20), MofNCompleteColumn()]
     # transient: finished work is not worth a line.
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(title, total=total, completed=-1 if total is not None else 0)
+        task = bar.add_task(title, total=total)
 
         def step(name: str) -> None:
-            bar.update(task, description=f"{title}: {name}" if name else title, advance=1 if total is not None else 0)
+            completed = next(done) if total is not None else None
+            bar.update(task, description=f"{title}: {name}" if name else title, completed=completed)
 
         yield step
 
