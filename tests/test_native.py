@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,13 +138,69 @@ def test_the_instruction_for_pairs_gives_the_bits_of_two_multiply_adds(monkeypat
     weight, bias = random_layer(61, 2345, torch.bfloat16)
     x = torch.randn(19, 2345).to(torch.bfloat16)
     found = []
+    monkeypatch.setattr(compiler, "_may_use_tiles", lambda: False)
     for is_intel in (True, False):  # whose processors have it at half the speed
         monkeypatch.setattr(compiler, "is_intel", lambda is_intel=is_intel: is_intel)
-        assert compiler.adds_bfloat16() is not is_intel
+        assert compiler.bfloat16_sums() == ("pairs" if is_intel else "dots")
         kernels.kernel.cache_clear()
         found.append(made(weight, bias)(x))
     kernels.kernel.cache_clear()
     assert torch.equal(*found)
+
+
+def by_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Compute a layer of bfloat16 numbers with each rounding of AMX's instruction (tiles_code.py)."""
+    rest = -x.shape[1] % 32
+    blocks = [functional.pad(numbers.double(), (0, rest)).unflatten(1, (-1, 32)) for numbers in (x, weight)]
+    total = torch.zeros(len(x), len(weight))
+    for left, right in zip(blocks[0].unbind(1), blocks[1].unbind(1), strict=True):
+        sums = [torch.zeros_like(total), torch.zeros_like(total)]
+        for column in range(32):  # a product of two is exact in float64, and its sum is rounded once more
+            product = left[:, None, column] * right[None, :, column]
+            sums[column % 2] = (sums[column % 2].double() + product).float()
+        total += sums[0] + sums[1]
+    return (total + bias.float()).to(torch.bfloat16)
+
+
+@pytest.mark.skipif(compiler.bfloat16_sums() != "tiles", reason="AMX")
+@pytest.mark.parametrize(
+    ("outputs", "columns"), [(3, 5), (16, 32), (17, 70), (31, 130), (100, 96), (37, 2050), (300, 8200)]
+)
+def test_tiles_add_as_they_say(outputs: int, columns: int) -> None:
+    # Fewer outputs than a tile has rows, a remainder of columns, several groups of rows, blocks of columns, strips.
+    weight, bias = random_layer(outputs, columns, torch.bfloat16)
+    layer = made(weight, bias)
+    x = torch.randn(70, columns, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    expected = by_tiles(x, weight, bias)
+    for rows in (1, 2, 5, 16, 17, 33, 70):
+        assert torch.equal(layer(x[:rows]), expected[:rows]), rows
+    weight[1:, 0] = torch.inf  # what follows the first row of W does not count
+    assert torch.equal(layer(x)[:, 0], expected[:, 0])
+
+
+@pytest.mark.parametrize("sums", ["pairs", "tiles"])
+@pytest.mark.parametrize("answer", [0, 22, None])
+def test_tiles_are_used_where_linux_permits_them(
+    sums: str, answer: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Library:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            if answer is None:
+                raise OSError("no such library")
+
+        def syscall(self, *_: int) -> int:
+            assert answer is not None
+            return answer
+
+    has = "+avx2,+avx512f,+amx-tile,+amx-bf16" if sums == "tiles" else "+avx2,+avx512f,-amx-tile,-amx-bf16"
+    monkeypatch.setattr(compiler, "_features", lambda: has)
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    compiler._may_use_tiles.cache_clear()
+    try:
+        assert compiler.bfloat16_sums() == ("tiles" if sums == "tiles" and answer == 0 else "pairs")
+    finally:
+        compiler._may_use_tiles.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

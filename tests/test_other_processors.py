@@ -150,7 +150,7 @@ def test_floating_point_layers_have_the_same_bits(dtype: torch.dtype, outputs: i
 
     weight, bias = numbers((outputs, columns), dtype, 0), numbers((outputs,), dtype, 1)
     name = str(dtype).removeprefix("torch.")
-    text = linear_module(name, name, 8, False)
+    text = linear_module(name, name, 8, "pairs")
     for rows in (1, 3, 8, 19):
         x = numbers((rows, columns), dtype, rows)
         assert torch.equal(
@@ -163,7 +163,7 @@ def test_int8_layers_have_the_same_bits() -> None:
 
     weight = torch.randint(-127, 128, (50, 96), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     scales, bias = numbers((50,), torch.float32, 1).abs(), numbers((50,), torch.bfloat16, 2)
-    text = linear_module("int8", "bfloat16", 8, False)
+    text = linear_module("int8", "bfloat16", 8, "pairs")
     for rows in (1, 4, 9):
         x = numbers((rows, 96), torch.bfloat16, rows)
         here = NativeLinear(weight, bias, torch.bfloat16, scales)(x)

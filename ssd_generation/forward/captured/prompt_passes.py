@@ -1,6 +1,6 @@
 """Passes that read prompts with the kernels used for decoding, so that a token's bits are those of decoding.
 
-A prompt is bound by arithmetic, a decoding step by memory. The kernels of captured passes (native/ops/linear_code.py)
+A prompt is bound by arithmetic, a decoding step by memory. The kernels of captured passes (native/ops/products_code.py)
 add up each row in one fixed order, whatever the other rows are. So a prompt may be read in parts of any length, at once
 or after a cached prefix, and its keys and values are those that decoding it token by token would have made.
 """

@@ -7,6 +7,7 @@ code that is damaged.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
@@ -23,7 +24,7 @@ from ...support.reading import CODE, read_bytes
 from ...support.trusted import UntrustedFolderError, say_not_stored, say_once, store
 from .pool import openmp
 
-__all__ = ["address_of", "adds_bfloat16", "integer_products", "registers", "why_not"]
+__all__ = ["address_of", "bfloat16_sums", "integer_products", "registers", "why_not"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ _replaced: list[Any] = []
 """Engines that lacked a function, retained since addresses in their code may be in use."""
 
 _X86 = ("x86_64", "amd64")
+
+_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18
+"""Linux' system call that permits a state of the processor, and the number of AMX's."""
 
 _FORMAT = 2
 """Version of the form of a stored file, part of its name: files of another form are never read."""
@@ -71,12 +75,28 @@ def registers() -> int:
     return 32 if "+avx512f" in _features() else 8
 
 
-def adds_bfloat16() -> bool:
-    """Tell whether to add products of bfloat16 numbers in pairs by AVX-512's instruction for that.
+def bfloat16_sums() -> str:
+    """Return how products of bfloat16 numbers are added.
 
-    Intel's processors have it at half the rate of two multiply-adds, which give the same bits.
+    By AMX (`"tiles"`, in an order of its own), by AVX-512's instruction for pairs of them (`"dots"`), or by two
+    multiply-adds (`"pairs"`), which give the same bits as that: Intel's processors have it at half their rate.
     """
-    return "+avx512bf16" in _features() and not is_intel()
+    if _may_use_tiles():
+        return "tiles"
+    return "dots" if "+avx512bf16" in _features() and not is_intel() else "pairs"
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Tell whether the processor has AMX, and ask Linux for the permission to use it, which each process needs."""
+    features = _features().split(",")
+    if not {"+amx-tile", "+amx-bf16", "+avx512f"} <= set(features) or platform.system() != "Linux":
+        return False
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        return int(libc.syscall(_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA)) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def integer_products() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.compiler import adds_bfloat16, registers
+from ..codegen.compiler import bfloat16_sums, registers
 from ..sequence import Block, KernelList, Operand, Step, make_list
 from .kernels import NAMES, flags, kernel
 
@@ -87,7 +87,7 @@ class NativeExperts:
         self._name, stored = NAMES[self.activation], NAMES[up.weight.dtype]
         self._up, self._down = _Matrices.of(up, by_input), _Matrices.of(down, by_input)
         self.middle = self._down.columns
-        kind, *parts = ("columns",) if by_input else ("grouped", adds_bfloat16())
+        kind, *parts = ("columns",) if by_input else ("grouped", bfloat16_sums())
         self._grouped = kernel("experts", kind, stored, self._name, registers(), *parts)
         self._lists: dict[Any, tuple[KernelList, ...]] = {}
 

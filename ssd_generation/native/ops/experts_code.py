@@ -2,8 +2,9 @@
 
 A pass chooses k of E experts for each of its n tokens: S = n k pairs. `sort` makes a plan of it, by which `gather`
 brings the tokens of an expert together. `grouped` multiplies them with that expert's matrix, and `combine` adds up what
-the experts of each token give. The products are those of `linear_code`: every output is summed in an order that depends
-on nothing but the number of columns, so a token's numbers do not depend on which other tokens chose its experts.
+the experts of each token give. The products are those of `products_code`: every output is summed in an order that
+depends on nothing but the number of columns, so a token's numbers do not depend on which other tokens chose its
+experts.
 
 A pair whose expert is none of 0 … E − 1 adds nothing; some models route tokens to no expert so.
 """
@@ -17,7 +18,8 @@ from typing import Any
 from llvmlite import ir
 
 from ..codegen.builder import ADDRESS, BYTES, FLOAT, FLOATS, I64, LANES, STORED, Module, Task, integer, least, splat
-from .linear_code import LAYER_FIELDS, STRIP, Layer, products_of
+from .linear_code import products_of
+from .products_code import LAYER_FIELDS, STRIP, Layer
 
 __all__ = ["experts_module", "plan_numbers"]
 
@@ -211,13 +213,13 @@ class _Experts(Module):
                 yield row, k, b.sub(stop, k)
 
 
-def _grouped(weight: str, activation: str, registers: int, dots: bool) -> str:
+def _grouped(weight: str, activation: str, registers: int, sums: str) -> str:
     """Multiply the tokens of each chosen expert with its matrix `(N, K)`.
 
     The record: the address of the layer of expert 0 (`LAYER_FIELDS`), whose matrices, biases and scales are followed by
     those of the others; x `(S, K)`, y `(S, N)`, the plan, k, E.
     """
-    made = products_of(weight, activation, registers, dots)
+    made = products_of(weight, activation, registers, sums)
     functions = made.functions()
     b, task = made.kernel()
     work = _Work(made, b, task, weight, STRIP)

@@ -31,7 +31,7 @@ from ..codegen.builder import (
     least,
     splat,
 )
-from .linear_code import Layer
+from .products_code import Layer
 
 __all__ = ["COLUMNS", "Integers", "int4_module"]
 

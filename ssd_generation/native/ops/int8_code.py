@@ -1,7 +1,7 @@
 """Code for linear layers whose weights are stored in 8 bits, w = q · s with a scale for each row of W.
 
 Sixteen rows of W are interleaved and each 32 numbers of x are quantised to 8-bit integers as in int4_code.py; only for
-processors that have an instruction for sums of four of their products (others: linear_code.py). A byte is q + 128, as
+processors that have an instruction for sums of four of their products (others: products_code.py). A byte is q + 128, as
 the instruction needs one unsigned factor.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..codegen.builder import FLOAT, FLOATS
 from .int4_code import Integers
-from .linear_code import Layer
+from .products_code import Layer
 
 __all__ = ["int8_module"]
 

@@ -1,4 +1,4 @@
-"""Linear layers of a few rows by JIT-compiled kernels (linear_code.py)."""
+"""Linear layers of a few rows by JIT-compiled kernels (products_code.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.compiler import adds_bfloat16, integer_products, registers, why_not
+from ..codegen.compiler import bfloat16_sums, integer_products, registers, why_not
 from .kernels import NAMES, flags, kernel, record, run_once
 
 __all__ = [
@@ -89,7 +89,7 @@ class NativeLinear:
             self._kernel = kernel("int8", NAMES[activation])
         else:
             stored = "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
-            self._kernel = kernel("linear", stored, NAMES[activation], registers(), adds_bfloat16())
+            self._kernel = kernel("linear", stored, NAMES[activation], registers(), bfloat16_sums())
         address, how, layer = self.parts()
         self._own = record(address, how, layer, 3, 0, 4, 0)
         self._address = ctypes.addressof(self._own)

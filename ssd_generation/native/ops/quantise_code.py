@@ -1,4 +1,4 @@
-"""Code that quantises weights in the layouts that kernels read (int4_code.py, int8_code.py, linear_code.py).
+"""Code that quantises weights in the layouts that kernels read (int4_code.py, int8_code.py, products_code.py).
 
 A weight is read once from memory: its second reading, after the scale is known, finds it in a cache.
 """

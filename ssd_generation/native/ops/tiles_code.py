@@ -1,0 +1,332 @@
+"""Code for products of bfloat16 matrices by AMX, in LLVM IR.
+
+A tile has 16 rows of 64 bytes. TDPBF16PS multiplies a tile of W, 16 of its rows by 32 columns as they lie in memory,
+with a tile of x, 32 columns of up to 16 of its rows, and adds to 16 × 16 sums. For each output it adds the products at
+even columns of these 32 from 0 on, those at odd ones likewise (multiply-adds in float32), then both sums to the output.
+So a row's result depends on K and nothing else: not on how many rows there are, nor on its place among them, nor on
+the threads. The bits are others than those of products_code.py.
+
+Up to 16 rows of x take about as long as one, since reading W takes most of the time. (Intel Xeon, two cores, 12 layers
+of 8,960 outputs and 1,536 columns, for 1, 8, 16 and 64 rows: 14.5, 14.2, 15.1 and 27 ms; by multiply-adds 14.0, 19.6,
+29 and 90; by torch 21, 22, 24 and 35.)
+
+x is packed first: the two numbers at columns 2 j and 2 j + 1 of all rows lie next to each other, as the instruction
+needs its second factor. Rows of W are divided among threads anywhere: where fewer than 16 are left, a tile begins
+earlier, and some outputs are computed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from ..codegen.builder import ADDRESS, FLOAT, FLOATS, I8, I16, I32, I64, INTS, LANES, VOID, integer, least, splat
+from .products_code import Layer, Products
+
+__all__ = ["Tiles"]
+
+_TILE = 16
+_COLUMNS = 32
+"""Rows of a tile, and columns of W in one."""
+
+_GROUPS = 4
+"""Groups of 16 rows of x that are multiplied while a tile of W is in the cache."""
+
+_BLOCK_OF_ONE, _BLOCK = 8192, 2048
+"""Columns of x that are packed at a time: of one group, and of more."""
+
+_STRIP = 256
+"""Rows of W whose sums wait for further columns."""
+
+_CONFIG = 64
+"""Bytes of a configuration of tiles."""
+
+_SUMS, _X, _W = (0, 1), 4, (5, 6)
+"""Numbers of the tiles."""
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Memory on the stack, and how x is divided.
+
+    Attributes:
+        across: rows of x in a tile.
+        groups: most groups of rows that are packed.
+        block: columns that are packed at a time.
+        is_single: whether these are all.
+        packed, sums, rest, outputs, config: addresses.
+    """
+
+    across: Any
+    groups: Any
+    block: Any
+    is_single: Any
+    packed: Any
+    sums: Any
+    rest: Any
+    outputs: Any
+    config: Any
+
+
+class Tiles(Products):
+    """bfloat16 weights and activations by AMX."""
+
+    columns = _COLUMNS
+
+    def functions(self) -> tuple[Any, Any]:
+        """Build the functions of `multiply`: products of tiles of W, and packing."""
+        self._finished = self._finish_tile()
+        return [self._tiles(count) for count in (1, 2)], self._pack()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # instructions
+
+    @staticmethod
+    def _number(number: int) -> Any:
+        return ir.Constant(I8, number)
+
+    def _load_tile(self, b: Any, number: int, address: Any, stride: Any) -> None:
+        self.call(b, "llvm.x86.tileloadd64", VOID, self._number(number), address, stride)
+
+    def _configure(self, b: Any, config: Any, across: Any, rows: Any) -> None:
+        """Set the sizes of the tiles: sums are `rows` by `across`, tiles of W `rows` by 32 columns."""
+        for at in range(0, _CONFIG, 64):
+            b.store(ir.Constant(ir.VectorType(I8, 64), None), self.at(b, config, integer(at), I8), align=1)
+        b.store(ir.Constant(I8, 1), config)
+        width = b.trunc(b.mul(across, integer(4)), I16)
+        of_rows = b.trunc(rows, I8)
+        sizes = dict.fromkeys(_SUMS, (of_rows, width))
+        sizes[_X] = (ir.Constant(I8, _TILE), width)
+        sizes |= {number: (of_rows, ir.Constant(I16, 64)) for number in _W}
+        for number, (height, its_width) in sizes.items():
+            b.store(its_width, self.at(b, config, integer(16 + 2 * number), I8), align=1)
+            b.store(height, self.at(b, config, integer(48 + number), I8), align=1)
+        self.call(b, "llvm.x86.ldtilecfg", VOID, config)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # parts
+
+    def _pack(self) -> Any:
+        """Build the function that packs columns of up to 16 rows of x; rows up to `across` are zeros."""
+        function = self.function("packed", [ADDRESS, ADDRESS] + [I64] * 4, "noinline")
+        x, made, stride, columns, rows, across = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+
+        def put(values: Any, m: Any, k: Any) -> None:
+            line = b.add(b.mul(b.sdiv(k, integer(2)), across), m)
+            for lane in range(LANES):
+                place = self.at(b, made, b.add(line, b.mul(across, integer(lane))), I32)
+                b.store(b.extract_element(values, ir.Constant(I32, lane)), place)
+
+        whole = b.and_(columns, integer(-_COLUMNS))
+        with self.loop(b, integer(0), rows, integer(1), []) as (m, _):
+            its_x = self.at(b, x, b.mul(m, stride), I16)
+            with self.loop(b, integer(0), whole, integer(_COLUMNS), []) as (k, _):
+                put(b.bitcast(self.load_pairs(b, self.at(b, its_x, k, I16)), INTS), m, k)
+            with self.loop(b, whole, columns, integer(_COLUMNS), []) as (k, _):
+                left = b.sub(columns, k)
+                put(b.bitcast(self.load_pairs(b, self.at(b, its_x, k, I16), left), INTS), m, k)
+        with (
+            self.loop(b, rows, across, integer(1), []) as (m, _),
+            self.loop(b, integer(0), columns, integer(_COLUMNS), []) as (k, _),
+        ):
+            put(splat(I32, 0), m, k)
+        b.ret_void()
+        return function
+
+    def _tiles(self, count: int) -> Any:
+        """Build the function that adds the products of one or two tiles' rows of W with a group of rows of x.
+
+        Sums of the columns before are in memory, and so are those that result.
+        """
+        arguments = [ADDRESS] * (count + 3) + [I64] * 5
+        function = self.function(f"tiles_{count}", arguments, "noinline")
+        *rows, x, sums, rest = function.args[: count + 3]
+        stride, columns, across, height, is_first = function.args[count + 3 :]
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        row, of_x = b.mul(stride, integer(2)), b.mul(across, integer(4))  # bytes
+        memory = [self.at(b, sums, b.mul(across, integer(_TILE * at)), FLOAT) for at in range(count)]
+        with b.if_else(b.icmp_signed("!=", is_first, integer(0))) as (first, later):
+            with first:
+                for number in _SUMS[:count]:
+                    self.call(b, "llvm.x86.tilezero", VOID, self._number(number))
+            with later:
+                for number, place in zip(_SUMS, memory, strict=False):
+                    self._load_tile(b, number, place, of_x)
+
+        def add(places: list[Any], its_stride: Any, its_x: Any) -> None:
+            self._load_tile(b, _X, its_x, of_x)
+            for number, place, total in zip(_W, places, _SUMS, strict=False):
+                self._load_tile(b, number, place, its_stride)
+                self.call(b, "llvm.x86.tdpbf16ps", VOID, *map(self._number, (total, number, _X)))
+
+        line = b.mul(across, integer(_TILE))
+        whole = b.and_(columns, integer(-_COLUMNS))
+        with self.loop(b, integer(0), whole, integer(_COLUMNS), []) as (k, _):
+            its_x = self.at(b, x, b.mul(b.sdiv(k, integer(_COLUMNS)), line), I32)
+            add([self.at(b, place, k, I16) for place in rows], row, its_x)
+        with self.loop(b, whole, columns, integer(_COLUMNS), []) as (k, _):
+            # What follows a row of W is no zero.
+            left, copies = b.sub(columns, k), []
+            for at, place in enumerate(rows):
+                copy = self.at(b, rest, integer(at * _TILE * _COLUMNS), I16)
+                copies.append(copy)
+                with self.loop(b, integer(0), height, integer(1), []) as (r, _):
+                    start = self.at(b, place, b.add(b.mul(r, stride), k), I16)
+                    its_copy = self.at(b, copy, b.mul(r, integer(_COLUMNS)), I16)
+                    b.store(self.load_pairs(b, start, left), its_copy, align=1)
+            add(copies, integer(2 * _COLUMNS), self.at(b, x, b.mul(b.sdiv(k, integer(_COLUMNS)), line), I32))
+        for number, place in zip(_SUMS, memory, strict=False):
+            self.call(b, "llvm.x86.tilestored64", VOID, self._number(number), place, of_x)
+        b.ret_void()
+        return function
+
+    def _finish_tile(self) -> Any:
+        """Build the function that writes the outputs of a tile: its sums plus the bias."""
+        function = self.function("finish", [ADDRESS] * 4 + [I64] * 3, "noinline")
+        record, sums, outputs, y, place, rows, across = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        layer = Layer.of(self, b, record)
+        lines = [b.load(self.at(b, sums, b.mul(across, integer(r)), FLOAT), typ=FLOATS, align=4) for r in range(_TILE)]
+        for at, line in enumerate(_transposed(b, lines)):
+            b.store(line, self.at(b, outputs, integer(at * _TILE), FLOAT), align=64)
+        count = least(b, b.sub(layer.rows, place), integer(_TILE))
+        has_bias = b.icmp_unsigned("!=", b.ptrtoint(layer.bias, I64), integer(0))
+        with self.loop(b, integer(0), rows, integer(1), []) as (m, _):
+            value = b.load(self.at(b, outputs, b.mul(m, integer(_TILE)), FLOAT), typ=FLOATS, align=64)
+            plain = b.block
+            with b.if_then(has_bias):
+                biased = b.fadd(value, self.activations(b, layer.bias, place, count))
+                with_bias = b.block
+            total = b.phi(FLOATS)
+            total.add_incoming(value, plain)
+            total.add_incoming(biased, with_bias)
+            its_y = self.at(b, y, b.add(b.mul(m, layer.rows), place), I16)
+            self.store_many(b, total, its_y, count)
+        b.ret_void()
+        return function
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # all of it
+
+    def room(self, b: Any, columns: Any, rows: Any) -> Any:
+        across = least(b, rows, integer(_TILE))
+        wanted = b.sdiv(b.add(rows, integer(_TILE - 1)), integer(_TILE))
+        groups = least(b, wanted, integer(_GROUPS))
+        is_one = b.icmp_signed("<=", groups, integer(1))
+        block = least(b, self._up(b, columns), b.select(is_one, integer(_BLOCK_OF_ONE), integer(_BLOCK)))
+        is_single = b.icmp_signed("<=", columns, block)
+        places = b.select(is_single, integer(2 * _TILE), integer(_STRIP))
+        sizes = {
+            "packed": (I32, b.mul(b.mul(groups, across), b.sdiv(block, integer(2)))),
+            "sums": (FLOAT, b.add(b.mul(b.mul(groups, across), places), integer(LANES))),  # whole vectors are loaded
+            "rest": (I16, integer(2 * _TILE * _COLUMNS)),
+            "outputs": (FLOAT, integer(_TILE * _TILE)),
+            "config": (I8, integer(_CONFIG)),
+        }
+        found = {}
+        for name, (kind, size) in sizes.items():
+            place = b.alloca(kind, size=size)
+            place.align = 64
+            found[name] = b.inttoptr(b.ptrtoint(place, I64), ADDRESS)
+        return _Room(across, groups, block, is_single, **found)
+
+    def multiply(
+        self,
+        b: Any,
+        functions: tuple[Any, Any],
+        room: Any,
+        record: Any,
+        operands: tuple[Any, Any, Any],
+        first: Any,
+        end: Any,
+    ) -> None:
+        (tiles, packed), (x, y, rows) = functions, operands
+        layer = Layer.of(self, b, record)
+        height = least(b, layer.rows, integer(_TILE))
+        self._configure(b, room.config, room.across, height)
+        most = b.mul(room.groups, room.across)
+        size_of_group = b.mul(room.across, b.sdiv(room.block, integer(2)))
+
+        def pack(its_x: Any, groups: Any, count: Any, left: Any, right: Any) -> None:
+            with self.loop(b, integer(0), groups, integer(1), []) as (group, _):
+                before = b.mul(group, room.across)
+                start = self.at(b, its_x, b.add(b.mul(before, layer.columns), left), I16)
+                made = self.at(b, room.packed, b.mul(group, size_of_group), I32)
+                its_rows = least(b, b.sub(count, before), room.across)
+                b.call(packed, [start, made, layer.columns, b.sub(right, left), its_rows, room.across])
+
+        every = b.select(room.is_single, b.sub(end, first), integer(_STRIP))
+        every = b.select(b.icmp_signed("<", every, integer(1)), integer(1), every)
+        with self.loop(b, integer(0), rows, most, []) as (m, _):
+            count = least(b, b.sub(rows, m), most)
+            groups = b.sdiv(b.add(count, b.sub(room.across, integer(1))), room.across)
+            its_x = self.at(b, x, b.mul(m, layer.columns), I16)
+            its_y = self.at(b, y, b.mul(m, layer.rows), I16)
+            with b.if_then(room.is_single):
+                pack(its_x, groups, count, integer(0), layer.columns)
+            with self.loop(b, first, end, every, []) as (n, _):
+                until = least(b, b.add(n, every), end)
+                with self.loop(b, integer(0), layer.columns, room.block, []) as (left, _):
+                    right = least(b, b.add(left, room.block), layer.columns)
+                    with b.if_then(b.not_(room.is_single)):
+                        pack(its_x, groups, count, left, right)
+                    with self.loop(b, n, until, integer(2 * _TILE), []) as (at, _):
+                        self._pair(
+                            b, tiles, room, record, layer, (its_y, count, groups), (n, at, until), (left, right), height
+                        )
+        self.call(b, "llvm.x86.tilerelease", VOID)
+
+    def _pair(
+        self,
+        b: Any,
+        tiles: list[Any],
+        room: _Room,
+        record: Any,
+        layer: Layer,
+        rows: tuple[Any, Any, Any],
+        places: tuple[Any, Any, Any],
+        block: tuple[Any, Any],
+        height: Any,
+    ) -> None:
+        """Multiply up to two tiles of W with all groups, and write the outputs where their columns are complete."""
+        (y, count, groups), (n, at, until), (left, right) = rows, places, block
+        last = b.sub(until, integer(_TILE))
+        last = b.select(b.icmp_signed("<", last, integer(0)), integer(0), last)
+        starts = [least(b, at, last), least(b, b.add(at, integer(_TILE)), last)]
+        is_pair = b.icmp_signed(">", b.sub(until, at), integer(_TILE))
+        weights = [self.at(b, layer.weight, b.add(b.mul(start, layer.columns), left), I16) for start in starts]
+        size = b.mul(room.across, b.mul(room.groups, b.select(room.is_single, integer(0), b.sub(at, n))))
+        is_first = b.zext(b.icmp_signed("==", left, integer(0)), I64)
+        is_last = b.icmp_signed("==", right, layer.columns)
+        half = b.mul(room.across, b.sdiv(room.block, integer(2)))
+        with self.loop(b, integer(0), groups, integer(1), []) as (group, _):
+            x = self.at(b, room.packed, b.mul(group, half), I32)
+            own = b.add(size, b.mul(group, b.mul(room.across, integer(2 * _TILE))))
+            sums = self.at(b, room.sums, own, FLOAT)
+            common = [x, sums, room.rest, layer.columns, b.sub(right, left), room.across, height, is_first]
+            with b.if_else(is_pair) as (pair, single):
+                with pair:
+                    b.call(tiles[1], [*weights, *common])
+                with single:
+                    b.call(tiles[0], [weights[0], *common])
+            with b.if_then(is_last):
+                before = b.mul(group, room.across)
+                its_y = self.at(b, y, b.mul(before, layer.rows), I16)
+                its_rows = least(b, b.sub(count, before), room.across)
+                b.call(self._finished, [record, sums, room.outputs, its_y, starts[0], its_rows, room.across])
+                with b.if_then(is_pair):
+                    further = self.at(b, sums, b.mul(room.across, integer(_TILE)), FLOAT)
+                    b.call(self._finished, [record, further, room.outputs, its_y, starts[1], its_rows, room.across])
+
+
+def _transposed(b: Any, lines: list[Any]) -> list[Any]:
+    """Transpose 16 vectors: four times, each vector is interleaved with the one eight further on."""
+    low = ir.Constant(INTS, [lane // 2 + LANES * (lane % 2) for lane in range(LANES)])
+    high = ir.Constant(INTS, [LANES // 2 + lane // 2 + LANES * (lane % 2) for lane in range(LANES)])
+    for _ in range(4):
+        pairs = zip(lines[: LANES // 2], lines[LANES // 2 :], strict=True)
+        lines = [b.shuffle_vector(one, other, part) for one, other in pairs for part in (low, high)]
+    return lines
