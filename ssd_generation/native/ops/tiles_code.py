@@ -43,8 +43,11 @@ _STRIP = 256
 _CONFIG = 64
 """Bytes of a configuration of tiles."""
 
-_SUMS, _X, _W = (0, 1), 4, (5, 6)
-"""Numbers of the tiles."""
+_SUMS, _X, _W = (0, 1, 2, 3), (4, 5), (6, 7)
+"""Numbers of the tiles: sums, x, and W, of which two are in turn."""
+
+_FOUR, _TWO = 4, 2
+"""Tiles of W that are multiplied at once: with one group of rows of x, and with two."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class _Room:
         groups: most groups of rows that are packed.
         block: columns that are packed at a time.
         is_single: whether these are all.
+        is_one: whether all rows of x are one group.
         packed, sums, rest, outputs, config: addresses.
     """
 
@@ -63,6 +67,7 @@ class _Room:
     groups: Any
     block: Any
     is_single: Any
+    is_one: Any
     packed: Any
     sums: Any
     rest: Any
@@ -78,7 +83,8 @@ class Tiles(Products):
     def functions(self) -> tuple[Any, Any]:
         """Build the functions of `multiply`: products of tiles of W, and packing."""
         self._finished = self._finish_tile()
-        return [self._tiles(count) for count in (1, 2)], self._pack()
+        counts = [(_FOUR, 1), (_TWO, 1), (1, 1), (_TWO, 2), (1, 2)]
+        return {count: self._tiles(*count) for count in counts}, self._pack()
 
     # ------------------------------------------------------------------------------------------------------------------
     # instructions
@@ -98,7 +104,7 @@ class Tiles(Products):
         width = b.trunc(b.mul(across, integer(4)), I16)
         of_rows = b.trunc(rows, I8)
         sizes = dict.fromkeys(_SUMS, (of_rows, width))
-        sizes[_X] = (ir.Constant(I8, _TILE), width)
+        sizes |= dict.fromkeys(_X, (ir.Constant(I8, _TILE), width))
         sizes |= {number: (of_rows, ir.Constant(I16, 64)) for number in _W}
         for number, (height, its_width) in sizes.items():
             b.store(its_width, self.at(b, config, integer(16 + 2 * number), I8), align=1)
@@ -136,37 +142,47 @@ class Tiles(Products):
         b.ret_void()
         return function
 
-    def _tiles(self, count: int) -> Any:
-        """Build the function that adds the products of one or two tiles' rows of W with a group of rows of x.
+    def _tiles(self, tiles: int, groups: int) -> Any:
+        """Build the function that adds the products of some tiles' rows of W with one or two groups of rows of x.
 
-        Sums of the columns before are in memory, and so are those that result.
+        Sums of the columns before are in memory, and so are those that result: of each group, tile after tile.
         """
-        arguments = [ADDRESS] * (count + 3) + [I64] * 5
-        function = self.function(f"tiles_{count}", arguments, "noinline")
-        *rows, x, sums, rest = function.args[: count + 3]
-        stride, columns, across, height, is_first = function.args[count + 3 :]
+        addresses = tiles + 2 * groups + 1
+        function = self.function(f"tiles_{tiles}_{groups}", [ADDRESS] * addresses + [I64] * 5, "noinline")
+        rows, xs = function.args[:tiles], function.args[tiles : tiles + groups]
+        of_groups, rest = function.args[tiles + groups : addresses - 1], function.args[addresses - 1]
+        stride, columns, across, height, is_first = function.args[addresses:]
         b = ir.IRBuilder(function.append_basic_block("entry"))
         row, of_x = b.mul(stride, integer(2)), b.mul(across, integer(4))  # bytes
-        memory = [self.at(b, sums, b.mul(across, integer(_TILE * at)), FLOAT) for at in range(count)]
+        numbers = {(at, group): _SUMS[at * groups + group] for at in range(tiles) for group in range(groups)}
+        memory = {
+            (at, group): self.at(b, of_groups[group], b.mul(across, integer(_TILE * at)), FLOAT)
+            for at, group in numbers
+        }
         with b.if_else(b.icmp_signed("!=", is_first, integer(0))) as (first, later):
             with first:
-                for number in _SUMS[:count]:
+                for number in numbers.values():
                     self.call(b, "llvm.x86.tilezero", VOID, self._number(number))
             with later:
-                for number, place in zip(_SUMS, memory, strict=False):
-                    self._load_tile(b, number, place, of_x)
-
-        def add(places: list[Any], its_stride: Any, its_x: Any) -> None:
-            self._load_tile(b, _X, its_x, of_x)
-            for number, place, total in zip(_W, places, _SUMS, strict=False):
-                self._load_tile(b, number, place, its_stride)
-                self.call(b, "llvm.x86.tdpbf16ps", VOID, *map(self._number, (total, number, _X)))
+                for which, number in numbers.items():
+                    self._load_tile(b, number, memory[which], of_x)
 
         line = b.mul(across, integer(_TILE))
+
+        def add(places: list[Any], its_stride: Any, k: Any) -> None:
+            before = b.mul(b.sdiv(k, integer(_COLUMNS)), line)
+            for number, x in zip(_X, xs, strict=False):
+                self._load_tile(b, number, self.at(b, x, before, I32), of_x)
+            for at, place in enumerate(places):
+                of_w = _W[at % len(_W)]
+                self._load_tile(b, of_w, place, its_stride)
+                for group in range(groups):
+                    operands = numbers[at, group], of_w, _X[group]
+                    self.call(b, "llvm.x86.tdpbf16ps", VOID, *map(self._number, operands))
+
         whole = b.and_(columns, integer(-_COLUMNS))
         with self.loop(b, integer(0), whole, integer(_COLUMNS), []) as (k, _):
-            its_x = self.at(b, x, b.mul(b.sdiv(k, integer(_COLUMNS)), line), I32)
-            add([self.at(b, place, k, I16) for place in rows], row, its_x)
+            add([self.at(b, place, k, I16) for place in rows], row, k)
         with self.loop(b, whole, columns, integer(_COLUMNS), []) as (k, _):
             # What follows a row of W is no zero.
             left, copies = b.sub(columns, k), []
@@ -177,9 +193,9 @@ class Tiles(Products):
                     start = self.at(b, place, b.add(b.mul(r, stride), k), I16)
                     its_copy = self.at(b, copy, b.mul(r, integer(_COLUMNS)), I16)
                     b.store(self.load_pairs(b, start, left), its_copy, align=1)
-            add(copies, integer(2 * _COLUMNS), self.at(b, x, b.mul(b.sdiv(k, integer(_COLUMNS)), line), I32))
-        for number, place in zip(_SUMS, memory, strict=False):
-            self.call(b, "llvm.x86.tilestored64", VOID, self._number(number), place, of_x)
+            add(copies, integer(2 * _COLUMNS), k)
+        for which, number in numbers.items():
+            self.call(b, "llvm.x86.tilestored64", VOID, self._number(number), memory[which], of_x)
         b.ret_void()
         return function
 
@@ -218,11 +234,11 @@ class Tiles(Products):
         is_one = b.icmp_signed("<=", groups, integer(1))
         block = least(b, self._up(b, columns), b.select(is_one, integer(_BLOCK_OF_ONE), integer(_BLOCK)))
         is_single = b.icmp_signed("<=", columns, block)
-        places = b.select(is_single, integer(2 * _TILE), integer(_STRIP))
+        places = b.select(is_single, integer(_FOUR * _TILE), integer(_STRIP))
         sizes = {
             "packed": (I32, b.mul(b.mul(groups, across), b.sdiv(block, integer(2)))),
             "sums": (FLOAT, b.add(b.mul(b.mul(groups, across), places), integer(LANES))),  # whole vectors are loaded
-            "rest": (I16, integer(2 * _TILE * _COLUMNS)),
+            "rest": (I16, integer(_FOUR * _TILE * _COLUMNS)),
             "outputs": (FLOAT, integer(_TILE * _TILE)),
             "config": (I8, integer(_CONFIG)),
         }
@@ -231,7 +247,7 @@ class Tiles(Products):
             place = b.alloca(kind, size=size)
             place.align = 64
             found[name] = b.inttoptr(b.ptrtoint(place, I64), ADDRESS)
-        return _Room(across, groups, block, is_single, **found)
+        return _Room(across, groups, block, is_single, is_one, **found)
 
     def multiply(
         self,
@@ -273,53 +289,79 @@ class Tiles(Products):
                     right = least(b, b.add(left, room.block), layer.columns)
                     with b.if_then(b.not_(room.is_single)):
                         pack(its_x, groups, count, left, right)
-                    with self.loop(b, n, until, integer(2 * _TILE), []) as (at, _):
-                        self._pair(
-                            b, tiles, room, record, layer, (its_y, count, groups), (n, at, until), (left, right), height
-                        )
+                    rest_of_call = (its_y, count, groups), (n, until), (left, right), height
+                    with b.if_else(room.is_one) as (one, more):
+                        with one:
+                            self._range(b, tiles, room, record, layer, rest_of_call, _FOUR, 1)
+                        with more:
+                            self._range(b, tiles, room, record, layer, rest_of_call, _TWO, 2)
         self.call(b, "llvm.x86.tilerelease", VOID)
 
-    def _pair(
+    def _range(
         self,
         b: Any,
-        tiles: list[Any],
+        tiles: dict[tuple[int, int], Any],
         room: _Room,
         record: Any,
         layer: Layer,
-        rows: tuple[Any, Any, Any],
-        places: tuple[Any, Any, Any],
-        block: tuple[Any, Any],
-        height: Any,
+        work: tuple[tuple[Any, Any, Any], tuple[Any, Any], tuple[Any, Any], Any],
+        most: int,
+        together: int,
     ) -> None:
-        """Multiply up to two tiles of W with all groups, and write the outputs where their columns are complete."""
-        (y, count, groups), (n, at, until), (left, right) = rows, places, block
+        """Multiply a range of rows of W, `most` tiles at a time, with all groups, `together` at a time.
+
+        Outputs are written where their columns are complete.
+        """
+        (y, count, groups), (n, until), (left, right), height = work
         last = b.sub(until, integer(_TILE))
         last = b.select(b.icmp_signed("<", last, integer(0)), integer(0), last)
-        starts = [least(b, at, last), least(b, b.add(at, integer(_TILE)), last)]
-        is_pair = b.icmp_signed(">", b.sub(until, at), integer(_TILE))
-        weights = [self.at(b, layer.weight, b.add(b.mul(start, layer.columns), left), I16) for start in starts]
-        size = b.mul(room.across, b.mul(room.groups, b.select(room.is_single, integer(0), b.sub(at, n))))
         is_first = b.zext(b.icmp_signed("==", left, integer(0)), I64)
         is_last = b.icmp_signed("==", right, layer.columns)
-        half = b.mul(room.across, b.sdiv(room.block, integer(2)))
-        with self.loop(b, integer(0), groups, integer(1), []) as (group, _):
-            x = self.at(b, room.packed, b.mul(group, half), I32)
-            own = b.add(size, b.mul(group, b.mul(room.across, integer(2 * _TILE))))
-            sums = self.at(b, room.sums, own, FLOAT)
-            common = [x, sums, room.rest, layer.columns, b.sub(right, left), room.across, height, is_first]
-            with b.if_else(is_pair) as (pair, single):
-                with pair:
-                    b.call(tiles[1], [*weights, *common])
-                with single:
-                    b.call(tiles[0], [weights[0], *common])
-            with b.if_then(is_last):
-                before = b.mul(group, room.across)
-                its_y = self.at(b, y, b.mul(before, layer.rows), I16)
-                its_rows = least(b, b.sub(count, before), room.across)
-                b.call(self._finished, [record, sums, room.outputs, its_y, starts[0], its_rows, room.across])
-                with b.if_then(is_pair):
-                    further = self.at(b, sums, b.mul(room.across, integer(_TILE)), FLOAT)
-                    b.call(self._finished, [record, further, room.outputs, its_y, starts[1], its_rows, room.across])
+        size_of_x = b.mul(room.across, b.sdiv(room.block, integer(2)))
+        size_of_sums = b.mul(room.across, integer(most * _TILE))
+        with self.loop(b, n, until, integer(most * _TILE), []) as (at, _):
+            starts = [least(b, b.add(at, integer(_TILE * tile)), last) for tile in range(most)]
+            weights = [self.at(b, layer.weight, b.add(b.mul(start, layer.columns), left), I16) for start in starts]
+            wanted = b.sdiv(b.add(b.sub(until, at), integer(_TILE - 1)), integer(_TILE))
+            before = b.mul(b.mul(room.across, room.groups), b.select(room.is_single, integer(0), b.sub(at, n)))
+
+            def multiply(group: Any, some: int, at_once: int) -> None:
+                which = [b.add(group, integer(other)) for other in range(at_once)]
+                xs = [self.at(b, room.packed, b.mul(one, size_of_x), I32) for one in which]
+                sums = [self.at(b, room.sums, b.add(before, b.mul(one, size_of_sums)), FLOAT) for one in which]
+                sizes = [layer.columns, b.sub(right, left), room.across, height, is_first]
+                b.call(tiles[some, at_once], [*weights[:some], *xs, *sums, room.rest, *sizes])
+                with b.if_then(is_last):
+                    for one, its_sums in zip(which, sums, strict=True):
+                        first_row = b.mul(one, room.across)
+                        its_y = self.at(b, y, b.mul(first_row, layer.rows), I16)
+                        its_rows = least(b, b.sub(count, first_row), room.across)
+                        for tile, start in enumerate(starts[:some]):
+                            place = self.at(b, its_sums, b.mul(room.across, integer(_TILE * tile)), FLOAT)
+                            arguments = [record, place, room.outputs, its_y, start, its_rows, room.across]
+                            b.call(self._finished, arguments)
+
+            def some_tiles(group: Any, at_once: int) -> None:
+                sizes = [size for size in (_FOUR, _TWO, 1) if size <= most]
+
+                def choose(left_over: list[int]) -> None:
+                    if len(left_over) == 1:
+                        multiply(group, left_over[0], at_once)
+                        return
+                    with b.if_else(b.icmp_signed(">", wanted, integer(left_over[1]))) as (many, few):
+                        with many:
+                            multiply(group, left_over[0], at_once)
+                        with few:
+                            choose(left_over[1:])
+
+                choose(sizes)
+
+            pairs = b.and_(groups, integer(-together))
+            with self.loop(b, integer(0), pairs, integer(together), []) as (group, _):
+                some_tiles(group, together)
+            if together > 1:
+                with self.loop(b, pairs, groups, integer(1), []) as (group, _):
+                    some_tiles(group, 1)
 
 
 def _transposed(b: Any, lines: list[Any]) -> list[Any]:
