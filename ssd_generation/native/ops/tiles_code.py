@@ -22,7 +22,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..codegen.builder import ADDRESS, FLOAT, FLOATS, I8, I16, I32, I64, INTS, LANES, VOID, integer, least, splat
+from ..codegen.builder import ADDRESS, FLOAT, FLOATS, I8, I16, I32, I64, INTS, LANES, VOID, integer, least
 from .products_code import Layer, Products
 
 __all__ = ["Tiles"]
@@ -115,30 +115,31 @@ class Tiles(Products):
     # parts
 
     def _pack(self) -> Any:
-        """Build the function that packs columns of up to 16 rows of x; rows up to `across` are zeros."""
+        """Build the function that packs columns of up to 16 rows of x.
+
+        Rows that are missing are copies of the last one: what is computed of them is not written.
+        """
         function = self.function("packed", [ADDRESS, ADDRESS] + [I64] * 4, "noinline")
         x, made, stride, columns, rows, across = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
-
-        def put(values: Any, m: Any, k: Any) -> None:
-            line = b.add(b.mul(b.sdiv(k, integer(2)), across), m)
-            for lane in range(LANES):
-                place = self.at(b, made, b.add(line, b.mul(across, integer(lane))), I32)
-                b.store(b.extract_element(values, ir.Constant(I32, lane)), place)
-
+        last = b.sub(rows, integer(1))
+        places = [self.at(b, x, b.mul(least(b, integer(m), last), stride), I16) for m in range(_TILE)]
         whole = b.and_(columns, integer(-_COLUMNS))
-        with self.loop(b, integer(0), rows, integer(1), []) as (m, _):
-            its_x = self.at(b, x, b.mul(m, stride), I16)
-            with self.loop(b, integer(0), whole, integer(_COLUMNS), []) as (k, _):
-                put(b.bitcast(self.load_pairs(b, self.at(b, its_x, k, I16)), INTS), m, k)
-            with self.loop(b, whole, columns, integer(_COLUMNS), []) as (k, _):
-                left = b.sub(columns, k)
-                put(b.bitcast(self.load_pairs(b, self.at(b, its_x, k, I16), left), INTS), m, k)
-        with (
-            self.loop(b, rows, across, integer(1), []) as (m, _),
-            self.loop(b, integer(0), columns, integer(_COLUMNS), []) as (k, _),
-        ):
-            put(splat(I32, 0), m, k)
+
+        def put(some: list[Any], k: Any, count: Any) -> None:
+            lines = [b.bitcast(self.load_pairs(b, self.at(b, place, k, I16), count), INTS) for place in some]
+            first = b.mul(b.sdiv(k, integer(2)), across)
+            # Each line of 16 overlaps those that follow, where there are fewer rows: these are written later.
+            for at, line in enumerate(lines if len(lines) == 1 else _transposed(b, lines)):
+                b.store(line, self.at(b, made, b.add(first, b.mul(across, integer(at))), I32), align=4)
+
+        with b.if_else(b.icmp_signed("==", across, integer(1))) as (single, several):
+            for which, some in ((single, places[:1]), (several, places)):
+                with which:
+                    with self.loop(b, integer(0), whole, integer(_COLUMNS), []) as (k, _):
+                        put(some, k, None)
+                    with self.loop(b, whole, columns, integer(_COLUMNS), []) as (k, _):
+                        put(some, k, b.sub(columns, k))
         b.ret_void()
         return function
 
@@ -236,8 +237,9 @@ class Tiles(Products):
         is_single = b.icmp_signed("<=", columns, block)
         places = b.select(is_single, integer(_FOUR * _TILE), integer(_STRIP))
         sizes = {
-            "packed": (I32, b.mul(b.mul(groups, across), b.sdiv(block, integer(2)))),
-            "sums": (FLOAT, b.add(b.mul(b.mul(groups, across), places), integer(LANES))),  # whole vectors are loaded
+            # Whole vectors are stored and loaded.
+            "packed": (I32, b.add(b.mul(b.mul(groups, across), b.sdiv(block, integer(2))), integer(LANES))),
+            "sums": (FLOAT, b.add(b.mul(b.mul(groups, across), places), integer(LANES))),
             "rest": (I16, integer(_FOUR * _TILE * _COLUMNS)),
             "outputs": (FLOAT, integer(_TILE * _TILE)),
             "config": (I8, integer(_CONFIG)),
