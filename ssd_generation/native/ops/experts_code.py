@@ -19,7 +19,7 @@ from llvmlite import ir
 
 from ..codegen.builder import ADDRESS, BYTES, FLOAT, FLOATS, I64, LANES, STORED, Module, Task, integer, least, splat
 from .linear_code import products_of
-from .products_code import LAYER_FIELDS, STRIP, Layer
+from .products_code import LAYER_FIELDS, Layer
 
 __all__ = ["experts_module", "plan_numbers"]
 
@@ -222,7 +222,7 @@ def _grouped(weight: str, activation: str, registers: int, sums: str) -> str:
     made = products_of(weight, activation, registers, sums)
     functions = made.functions()
     b, task = made.kernel()
-    work = _Work(made, b, task, weight, STRIP)
+    work = _Work(made, b, task, weight, made.strip)
     room = made.room(b, work.layer.columns, work.pairs)
     with work.groups() as (own, x, y, count, first, end):
         made.multiply(b, functions, room, own, (x, y, count), first, end)

@@ -129,6 +129,9 @@ class Products(Module):
     columns = LANES
     """Number of columns whose products are added at a time."""
 
+    strip = STRIP
+    """Number of rows of W that work is divided by."""
+
     def __init__(self, weight: str, activation: str, registers: int) -> None:
         super().__init__(f"linear_{weight}_{activation}", activation)
         self.weight = weight
@@ -412,8 +415,8 @@ class Products(Module):
         record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
         rows = task.entry(b, 0)
         layer = Layer.of(self, b, record)
-        strips = b.sdiv(b.add(layer.rows, integer(STRIP - 1)), integer(STRIP))
-        first, end = (b.mul(place, integer(STRIP)) for place in task.share(b, strips))
+        strips = b.sdiv(b.add(layer.rows, integer(self.strip - 1)), integer(self.strip))
+        first, end = (b.mul(place, integer(self.strip)) for place in task.share(b, strips))
         end = least(b, end, layer.rows)
         self.multiply(b, functions, self.room(b, layer.columns, rows), record, (x, y, rows), first, end)
         b.ret_void()

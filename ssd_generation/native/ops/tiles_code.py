@@ -79,6 +79,7 @@ class Tiles(Products):
     """bfloat16 weights and activations by AMX."""
 
     columns = _COLUMNS
+    strip = _FOUR * _TILE
 
     def functions(self) -> tuple[Any, Any]:
         """Build the functions of `multiply`: products of tiles of W, and packing."""
