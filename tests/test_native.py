@@ -138,7 +138,6 @@ def test_the_instruction_for_pairs_gives_the_bits_of_two_multiply_adds(monkeypat
     weight, bias = random_layer(61, 2345, torch.bfloat16)
     x = torch.randn(19, 2345).to(torch.bfloat16)
     found = []
-    monkeypatch.setattr(compiler, "_may_use_tiles", lambda: False)
     for is_intel in (True, False):  # whose processors have it at half the speed
         monkeypatch.setattr(compiler, "is_intel", lambda is_intel=is_intel: is_intel)
         assert compiler.bfloat16_sums() == ("pairs" if is_intel else "dots")
@@ -162,11 +161,18 @@ def by_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch
     return (total + bias.float()).to(torch.bfloat16)
 
 
-@pytest.mark.skipif(compiler.bfloat16_sums() != "tiles", reason="AMX")
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(compiler.AMX, "1")
+    yield
+    kernels.kernel.cache_clear()
+
+
+@pytest.mark.skipif(not compiler.may_use_tiles(), reason="AMX")
 @pytest.mark.parametrize(
     ("outputs", "columns"), [(3, 5), (16, 32), (17, 70), (31, 130), (100, 96), (37, 2050), (300, 8200)]
 )
-def test_tiles_add_as_they_say(outputs: int, columns: int) -> None:
+def test_tiles_add_as_they_say(outputs: int, columns: int, amx: None) -> None:
     # Fewer outputs than a tile has rows, a remainder of columns, several groups of rows, blocks of columns, strips.
     weight, bias = random_layer(outputs, columns, torch.bfloat16)
     layer = made(weight, bias)
@@ -181,7 +187,7 @@ def test_tiles_add_as_they_say(outputs: int, columns: int) -> None:
 @pytest.mark.parametrize("sums", ["pairs", "tiles"])
 @pytest.mark.parametrize("answer", [0, 22, None])
 def test_tiles_are_used_where_linux_permits_them(
-    sums: str, answer: int | None, monkeypatch: pytest.MonkeyPatch
+    sums: str, answer: int | None, amx: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Library:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -196,11 +202,13 @@ def test_tiles_are_used_where_linux_permits_them(
     monkeypatch.setattr(compiler, "_features", lambda: has)
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(ctypes, "CDLL", Library)
-    compiler._may_use_tiles.cache_clear()
+    compiler.may_use_tiles.cache_clear()
     try:
         assert compiler.bfloat16_sums() == ("tiles" if sums == "tiles" and answer == 0 else "pairs")
+        monkeypatch.delenv(compiler.AMX)
+        assert compiler.bfloat16_sums() == "pairs"
     finally:
-        compiler._may_use_tiles.cache_clear()
+        compiler.may_use_tiles.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

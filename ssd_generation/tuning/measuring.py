@@ -19,6 +19,7 @@ from ..forward.captured.conditions import why_not_captured
 from ..forward.cuda_graph.graph_passes import why_no_graphs
 from ..forward.structure.linears import is_plain
 from ..forward.structure.sublayers import input_device
+from ..native.codegen.compiler import bfloat16_sums
 from ..support.devices import is_asynchronous
 from ..support.machine import cpu_name
 from ..support.once import looked_at_once
@@ -42,6 +43,8 @@ def describe_machine(model: PreTrainedModel) -> str:
         name = f"{cpu_name()}, {torch.get_num_threads()} threads"
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     dtype = str(model.dtype).removeprefix("torch.")
+    if dtype == "bfloat16" and device.type == "cpu" and bfloat16_sums() == "tiles":
+        dtype = f"{dtype} by AMX"
     return f"{device.type} ({name}), {dtype}, {attention}, torch {torch.__version__}"
 
 

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import os
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from ...support.reading import CODE, read_bytes
 from ...support.trusted import UntrustedFolderError, say_not_stored, say_once, store
 from .pool import openmp
 
-__all__ = ["address_of", "bfloat16_sums", "integer_products", "registers", "why_not"]
+__all__ = ["AMX", "address_of", "bfloat16_sums", "integer_products", "may_use_tiles", "registers", "why_not"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ _engines: dict[str, Any] = {}
 
 _replaced: list[Any] = []
 """Engines that lacked a function, retained since addresses in their code may be in use."""
+
+AMX = "SSD_GENERATION_AMX"
+"""Environment variable that asks for AMX by `1`: passes over a single token take up to a tenth longer by it so far."""
 
 _X86 = ("x86_64", "amd64")
 
@@ -78,16 +82,17 @@ def registers() -> int:
 def bfloat16_sums() -> str:
     """Return how products of bfloat16 numbers are added.
 
-    By AMX (`"tiles"`, in an order of its own), by AVX-512's instruction for pairs of them (`"dots"`), or by two
-    multiply-adds (`"pairs"`), which give the same bits as that: Intel's processors have it at half their rate.
+    By AMX where the environment asks for it (`"tiles"`, in an order of its own), by AVX-512's instruction for pairs of
+    them (`"dots"`), or by two multiply-adds (`"pairs"`), which give the same bits as that: Intel's processors have it
+    at half their rate.
     """
-    if _may_use_tiles():
+    if os.environ.get(AMX) == "1" and may_use_tiles():
         return "tiles"
     return "dots" if "+avx512bf16" in _features() and not is_intel() else "pairs"
 
 
 @functools.cache
-def _may_use_tiles() -> bool:
+def may_use_tiles() -> bool:
     """Tell whether the processor has AMX, and ask Linux for the permission to use it, which each process needs."""
     features = _features().split(",")
     if not {"+amx-tile", "+amx-bf16", "+avx512f"} <= set(features) or platform.system() != "Linux":
