@@ -1,7 +1,7 @@
 """Costs of passes on a GPU and the gain of replaying them, in one process and a given time.
 
     python -m ssd_generation.benchmark.gpu [--model demo | --shape 1.5b] [--seconds 400] [--new-tokens 128]
-        [--fused none|rows|whole] [--methods plain,lookup,int4]
+        [--fused none|rows|whole] [--methods plain,lookup]
 
 Reports milliseconds of a pass by width and bucket, by the model's own code and replayed (CUDA graphs), also of a draft
 step with half of the sub-layers skipped; whether a token's bits depend on its place; bytes of the arena and of device

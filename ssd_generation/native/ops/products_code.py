@@ -32,6 +32,7 @@ processor. Only CI with a clang could compare them with C, and the other kernels
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,14 +275,20 @@ class Products(Module):
         many = 1 if kind == FLOAT else kind.count
         if self.weight == "int8":
             value = b.fmul(value, b.load(self.at(b, layer.scales, place, FLOAT), typ=kind, align=4))
+        its_bias = self.at(b, layer.bias, place, STORED[self.activation])
+        total = self.biased(b, layer, value, lambda: self.some(b, its_bias, many))
+        b.store(self.narrow(b, total), y, align=1 if many > 1 else None)
+
+    @staticmethod
+    def biased(b: Any, layer: Layer, value: Any, load: Callable[[], Any]) -> Any:
+        """Add the bias, which `load` loads where the layer has one."""
         plain = b.block
         with b.if_then(b.icmp_unsigned("!=", b.ptrtoint(layer.bias, I64), integer(0))):
-            biased = b.fadd(value, self.some(b, self.at(b, layer.bias, place, STORED[self.activation]), many))
-            with_bias = b.block
-        total = b.phi(kind)
+            biased, with_bias = b.fadd(value, load()), b.block
+        total = b.phi(value.type)
         total.add_incoming(value, plain)
         total.add_incoming(biased, with_bias)
-        b.store(self.narrow(b, total), y, align=1 if many > 1 else None)
+        return total
 
     # ------------------------------------------------------------------------------------------------------------------
     # all of it

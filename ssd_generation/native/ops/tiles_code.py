@@ -7,8 +7,9 @@ So a row's result depends on K and nothing else: not on how many rows there are,
 the threads. The bits are others than those of products_code.py.
 
 Up to 16 rows of x take about as long as one, since reading W takes most of the time. (Intel Xeon, two cores, 12 layers
-of 8,960 outputs and 1,536 columns, for 1, 8, 16 and 64 rows: 14.5, 14.2, 15.1 and 27 ms; by multiply-adds 14.0, 19.6,
-29 and 90; by torch 21, 22, 24 and 35.)
+of 8,960 outputs and 1,536 columns, for 1, 8, 16 and 64 rows: 13.5, 13.3, 13.8 and 22 ms; by multiply-adds 14.6, 16.9,
+31 and 87; by torch 21, 21, 21 and 31.) In a captured pass over one token, whose work is cut into small items, tiles are
+some hundredths to a tenth slower than multiply-adds.
 
 x is packed first: the two numbers at columns 2 j and 2 j + 1 of all rows lie next to each other, as the instruction
 needs its second factor. Rows of W are divided among threads anywhere: where fewer than 16 are left, a tile begins
@@ -58,6 +59,7 @@ class _Room:
         across: rows of x in a tile.
         groups: most groups of rows that are packed.
         block: columns that are packed at a time.
+        size: pairs of numbers in a packed group.
         is_single: whether these are all.
         is_one: whether all rows of x are one group.
         packed, sums, rest, outputs, config: addresses.
@@ -66,6 +68,7 @@ class _Room:
     across: Any
     groups: Any
     block: Any
+    size: Any
     is_single: Any
     is_one: Any
     packed: Any
@@ -99,8 +102,7 @@ class Tiles(Products):
 
     def _configure(self, b: Any, config: Any, across: Any, rows: Any) -> None:
         """Set the sizes of the tiles: sums are `rows` by `across`, tiles of W `rows` by 32 columns."""
-        for at in range(0, _CONFIG, 64):
-            b.store(ir.Constant(ir.VectorType(I8, 64), None), self.at(b, config, integer(at), I8), align=1)
+        b.store(ir.Constant(ir.VectorType(I8, _CONFIG), None), config, align=1)
         b.store(ir.Constant(I8, 1), config)
         width = b.trunc(b.mul(across, integer(4)), I16)
         of_rows = b.trunc(rows, I8)
@@ -211,16 +213,9 @@ class Tiles(Products):
         for at, line in enumerate(_transposed(b, lines)):
             b.store(line, self.at(b, outputs, integer(at * _TILE), FLOAT), align=64)
         count = least(b, b.sub(layer.rows, place), integer(_TILE))
-        has_bias = b.icmp_unsigned("!=", b.ptrtoint(layer.bias, I64), integer(0))
         with self.loop(b, integer(0), rows, integer(1), []) as (m, _):
             value = b.load(self.at(b, outputs, b.mul(m, integer(_TILE)), FLOAT), typ=FLOATS, align=64)
-            plain = b.block
-            with b.if_then(has_bias):
-                biased = b.fadd(value, self.activations(b, layer.bias, place, count))
-                with_bias = b.block
-            total = b.phi(FLOATS)
-            total.add_incoming(value, plain)
-            total.add_incoming(biased, with_bias)
+            total = self.biased(b, layer, value, lambda: self.activations(b, layer.bias, place, count))
             its_y = self.at(b, y, b.add(b.mul(m, layer.rows), place), I16)
             self.store_many(b, total, its_y, count)
         b.ret_void()
@@ -235,22 +230,23 @@ class Tiles(Products):
         groups = least(b, wanted, integer(_GROUPS))
         is_one = b.icmp_signed("<=", groups, integer(1))
         block = least(b, self._up(b, columns), b.select(is_one, integer(_BLOCK_OF_ONE), integer(_BLOCK)))
+        size = b.mul(across, b.sdiv(block, integer(2)))
         is_single = b.icmp_signed("<=", columns, block)
         places = b.select(is_single, integer(_FOUR * _TILE), integer(_STRIP))
         sizes = {
             # Whole vectors are stored and loaded.
-            "packed": (I32, b.add(b.mul(b.mul(groups, across), b.sdiv(block, integer(2))), integer(LANES))),
+            "packed": (I32, b.add(b.mul(groups, size), integer(LANES))),
             "sums": (FLOAT, b.add(b.mul(b.mul(groups, across), places), integer(LANES))),
             "rest": (I16, integer(_FOUR * _TILE * _COLUMNS)),
             "outputs": (FLOAT, integer(_TILE * _TILE)),
             "config": (I8, integer(_CONFIG)),
         }
         found = {}
-        for name, (kind, size) in sizes.items():
-            place = b.alloca(kind, size=size)
+        for name, (kind, many) in sizes.items():
+            place = b.alloca(kind, size=many)
             place.align = 64
             found[name] = b.inttoptr(b.ptrtoint(place, I64), ADDRESS)
-        return _Room(across, groups, block, is_single, is_one, **found)
+        return _Room(across, groups, block, size, is_single, is_one, **found)
 
     def multiply(
         self,
@@ -267,13 +263,12 @@ class Tiles(Products):
         height = least(b, layer.rows, integer(_TILE))
         self._configure(b, room.config, room.across, height)
         most = b.mul(room.groups, room.across)
-        size_of_group = b.mul(room.across, b.sdiv(room.block, integer(2)))
 
         def pack(its_x: Any, groups: Any, count: Any, left: Any, right: Any) -> None:
             with self.loop(b, integer(0), groups, integer(1), []) as (group, _):
                 before = b.mul(group, room.across)
                 start = self.at(b, its_x, b.add(b.mul(before, layer.columns), left), I16)
-                made = self.at(b, room.packed, b.mul(group, size_of_group), I32)
+                made = self.at(b, room.packed, b.mul(group, room.size), I32)
                 its_rows = least(b, b.sub(count, before), room.across)
                 b.call(packed, [start, made, layer.columns, b.sub(right, left), its_rows, room.across])
 
@@ -320,7 +315,6 @@ class Tiles(Products):
         last = b.select(b.icmp_signed("<", last, integer(0)), integer(0), last)
         is_first = b.zext(b.icmp_signed("==", left, integer(0)), I64)
         is_last = b.icmp_signed("==", right, layer.columns)
-        size_of_x = b.mul(room.across, b.sdiv(room.block, integer(2)))
         size_of_sums = b.mul(room.across, integer(most * _TILE))
         with self.loop(b, n, until, integer(most * _TILE), []) as (at, _):
             starts = [least(b, b.add(at, integer(_TILE * tile)), last) for tile in range(most)]
@@ -330,7 +324,7 @@ class Tiles(Products):
 
             def multiply(group: Any, some: int, at_once: int) -> None:
                 which = [b.add(group, integer(other)) for other in range(at_once)]
-                xs = [self.at(b, room.packed, b.mul(one, size_of_x), I32) for one in which]
+                xs = [self.at(b, room.packed, b.mul(one, room.size), I32) for one in which]
                 sums = [self.at(b, room.sums, b.add(before, b.mul(one, size_of_sums)), FLOAT) for one in which]
                 sizes = [layer.columns, b.sub(right, left), room.across, height, is_first]
                 b.call(tiles[some, at_once], [*weights[:some], *xs, *sums, room.rest, *sizes])
