@@ -207,7 +207,10 @@ class Products(Module):
             before = b.mul(b.sub(n, first), integer(rows * LANES))
             memory = [self.at(b, sums_at, b.add(before, integer(at * LANES)), FLOAT) for at in range(rows * tile)]
             sums = self._begun(b, left, memory)
-            self._sum_of_products(b, layer, places, x, sums, (left, right))
+            # Not beyond the last rows: another thread computes those below, and its core has to fetch them again.
+            is_last = b.icmp_signed(">=", b.add(n, integer(tile)), end)
+            below = b.select(is_last, integer(0), b.mul(layer.columns, integer(tile)))
+            self._sum_of_products(b, layer, places, x, sums, (left, right), below)
             with b.if_else(b.icmp_signed("<", right, layer.columns)) as (incomplete, complete):
                 with incomplete:
                     for value, place in zip(sums, memory, strict=True):
@@ -238,9 +241,12 @@ class Products(Module):
         return sums
 
     def _sum_of_products(
-        self, b: Any, layer: Layer, places: list[Any], x: list[Any], sums: list[Any], block: tuple[Any, Any]
+        self, b: Any, layer: Layer, places: list[Any], x: list[Any], sums: list[Any], block: tuple[Any, Any], below: Any
     ) -> None:
-        """Add the products of a block of columns, of the rows of W at `places` with rows of x, which begin with it."""
+        """Add the products of a block of columns, of the rows of W at `places` with rows of x, which begin with it.
+
+        What lies `below` numbers further on in W is prefetched.
+        """
         left, right = block
         columns = b.sub(right, left)
         kind = STORED[self.weight]
@@ -248,7 +254,6 @@ class Products(Module):
         step = self.columns
         per_line = max(1, int(64 / (BYTES[self.weight] * step)))  # loads
         unrolled = max(2, per_line) if len(x) <= _FEW else 1
-        below = b.mul(layer.columns, integer(len(places)))
         many = b.and_(columns, integer(-step * unrolled))
         whole = b.and_(columns, integer(-step))
         with self.loop(b, integer(0), many, integer(step * unrolled), sums) as (k, carried):
