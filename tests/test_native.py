@@ -204,9 +204,13 @@ def test_tiles_are_used_where_linux_permits_them(
     monkeypatch.setattr(ctypes, "CDLL", Library)
     compiler.may_use_tiles.cache_clear()
     try:
-        assert compiler.bfloat16_sums() == ("tiles" if sums == "tiles" and answer == 0 else "pairs")
+        permitted = "tiles" if sums == "tiles" and answer == 0 else "pairs"
+        assert compiler.bfloat16_sums() == compiler.bfloat16_sums(many_rows=True) == permitted
         monkeypatch.delenv(compiler.AMX)
         assert compiler.bfloat16_sums() == "pairs"
+        assert compiler.bfloat16_sums(many_rows=True) == permitted
+        monkeypatch.setenv(compiler.AMX, "0")
+        assert compiler.bfloat16_sums() == compiler.bfloat16_sums(many_rows=True) == "pairs"
     finally:
         compiler.may_use_tiles.cache_clear()
 

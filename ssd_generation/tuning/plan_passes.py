@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..config.values import BITWISE, NUMERIC
 from ..forward.captured.any_length import windows_of
-from ..forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
+from ..forward.captured.batch_invariance import NATIVE, TILES, WIDTHS, BatchInvariance
 from ..forward.captured.conditions import why_no_batch_captured, why_not_captured
 from ..forward.cuda_graph.graph_passes import target_graphs
 from ..forward.pass_plan import PassPlan
+from ..native.codegen.compiler import bfloat16_sums
 from ..support.warn import warn_once
 from .exactness import batch_invariance_of_captured, batch_invariance_of_graphs, is_free
 from .prompt_kernels import part_of_prompts, reads_prompts
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["batch_invariance_of", "batch_invariance_to_check", "plan_passes", "runs_own_code"]
 
+
+_FEWEST_BY_TILES = 4
+"""Texts of a batch from which on passes by AMX are faster. Its bits are not those of passes over a single text, which
+such a batch has not got in any case where torch reads the prompts of all texts together."""
 
 _TOGETHER = "the rows of a batch go through the model's own code together"
 
@@ -56,7 +62,7 @@ def plan_passes(
     batch_invariance, reason = (None, refusal) if refusal is not None else batch_invariance_of(model, exactness)
     if exactness == BITWISE and reason is not None and not returns_states:
         warn_once(model, f"{type(model).__name__} cannot decode bitwise here: {reason}.")
-    if refusal is None and rows > 1 and (batch_invariance is None or batch_invariance.linear != NATIVE):
+    if refusal is None and rows > 1 and (batch_invariance is None or not batch_invariance.is_native):
         refusal = reason or _TOGETHER
     if refusal is not None:
         return PassPlan(False, False, None, False, None, own_kernels, refusal)
@@ -67,6 +73,10 @@ def plan_passes(
         is_whole = rows == 1 or not any(windows_of(model))
         part = part_of_prompts(model) if is_whole and not own_kernels else None
         prompts = part is None and reads_prompts(model, batch_invariance, reuses=True)
+    may_differ = rows >= _FEWEST_BY_TILES and exactness != BITWISE and not (reuses or prompts)
+    if may_differ and model.dtype == torch.bfloat16 and bfloat16_sums(many_rows=True) == TILES:
+        assert batch_invariance is not None
+        batch_invariance = dataclasses.replace(batch_invariance, linear=TILES)
     return PassPlan(True, rows == 1, batch_invariance, prompts, part, own_kernels, reason)
 
 

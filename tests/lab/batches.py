@@ -1,9 +1,10 @@
 """Speed of batches, by the methods of this library and by plain `generate`.
 
-    python -m tests.lab.batches [--model FOLDER] [--dtype bfloat16] [--rows 1 2 4 8] [--new-tokens 48]
+    python -m tests.lab.batches [--model FOLDER] [--dtype bfloat16] [--rows 1 2 4 8] [--samples 8] [--new-tokens 48]
                                                [--repeats 3] [--json]
 
-Built-in prompts of at most 128 tokens, padded at the left, of each category in turn; methods are interleaved.
+Built-in prompts of at most 128 tokens, padded at the left, of each category in turn; methods are interleaved. Greedy,
+or several sampled texts of each prompt in one call, as rollouts and pass@k take them, with the same seed in each call.
 """
 
 from __future__ import annotations
@@ -46,30 +47,39 @@ def _batch(tokenizer: Any, rows: int) -> dict[str, torch.Tensor]:
 
 
 def measure_batches(
-    model: Any, tokenizer: Any, rows: Sequence[int] = (1, 2, 4, 8), new_tokens: int = 48, repeats: int = 3
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[int] = (1, 2, 4, 8),
+    new_tokens: int = 48,
+    repeats: int = 3,
+    samples: int = 0,
 ) -> list[dict[str, Any]]:
     """Time whole calls of each method on batches of each size, interleaved.
 
     Args:
         model: a transformers model; it is enabled.
         tokenizer: its tokenizer.
-        rows: numbers of texts in a batch.
+        rows: numbers of prompts in a batch.
         new_tokens: number of new tokens of each text; end-of-sequence is off.
         repeats: timed calls of each method, after one to warm up.
+        samples: number of texts sampled for each prompt, at temperature 1; 0: one greedy text.
 
     Returns:
         For each size: `rows`, `plain_tokens_per_second` (of all rows together, median), and by method `speedup` over
         plain in the same round (as `spread` gives it), `same_texts` (number of rows whose text is plain's) and the
-        `acceptance_rate`; and `alone`, the number of rows whose undrafted text is that of their prompt alone.
+        `acceptance_rate`; and for greedy texts `alone`, the number of rows whose undrafted text is that of their prompt
+        alone.
 
     Raises:
         ValueError: a batch has no rows, or more rows than there are short prompts.
     """
     enable_self_speculative(model)
     options = greedy_options(new_tokens)
+    if samples:
+        options |= {"do_sample": True, "temperature": 1.0, "num_return_sequences": samples}
     found = []
     for count, batch in [(count, _batch(tokenizer, count)) for count in rows]:
-        compared = compare(model, batch, options, repeats)
+        compared = compare(model, batch, options, repeats, fresh=_seeded)
         timings, texts = compared.timings, compared.texts
         plain = statistics.median(timing.tokens_per_second for timing in timings.by_method["plain"])
         row: dict[str, Any] = {"rows": count, "plain_tokens_per_second": plain}
@@ -79,9 +89,16 @@ def measure_batches(
                 "same_texts": int((texts[method] == texts["plain"]).all(dim=1).sum()),
                 "acceptance_rate": compared.statistics[method][-1].acceptance_rate,
             }
-        row["alone"] = _texts_alone(model, batch, texts["nothing"], options)
+        if not samples:
+            row["alone"] = _texts_alone(model, batch, texts["nothing"], options)
         found.append(row)
     return found
+
+
+def _seeded() -> dict[str, Any]:
+    """Seed the random numbers of the next call; it has no further options."""
+    torch.manual_seed(0)
+    return {}
 
 
 def _texts_alone(model: Any, batch: dict[str, torch.Tensor], texts: torch.Tensor, options: Mapping[str, Any]) -> int:
@@ -103,13 +120,15 @@ def main(words: Sequence[str] | None = None) -> None:
     """
     program = Program("batches", __doc__)
     program.add_model()
-    program.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="texts in a batch")
+    program.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="prompts in a batch")
+    program.add_argument("--samples", type=int, default=0, metavar="N", help="texts sampled for each prompt; 0: greedy")
     program.add_counts(new_tokens=48, repeats=3)
     program.add_json()
     arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     try:
-        found = measure_batches(model, tokenizer, arguments.rows, arguments.new_tokens, arguments.repeats)
+        counts = arguments.new_tokens, arguments.repeats, arguments.samples
+        found = measure_batches(model, tokenizer, arguments.rows, *counts)
     except ValueError as error:
         program.error(str(error))
     if arguments.json:
@@ -126,7 +145,7 @@ def _table(found: Sequence[dict[str, Any]]) -> list[str]:
         same = ", ".join(str(row[method]["same_texts"]) for method in methods)
         speedups = [with_range(row[method]["speedup"]) for method in methods]
         plain = f"{row['plain_tokens_per_second']:.1f}"
-        lines.append([str(row["rows"]), plain, *speedups, same, str(row["alone"])])
+        lines.append([str(row["rows"]), plain, *speedups, same, str(row.get("alone", "–"))])
     return as_markdown(["rows", "plain, tokens/s", *methods, "texts plain's", "texts of rows alone"], lines)
 
 

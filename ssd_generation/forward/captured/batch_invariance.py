@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "PROMPT_WIDTHS",
     "REPLAYED",
     "TEXT_WIDTHS",
+    "TILES",
     "WIDTHS",
     "BatchInvariance",
     "RowAttention",
@@ -43,7 +45,8 @@ __all__ = [
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 24)
 """Widths that are tried: those of rounds, and longer ones, each at most half as wide again as the one before."""
 
-NATIVE, REPLAYED = "native", "replayed"
+NATIVE, TILES, REPLAYED = "native", "tiles", "replayed"
+"""JIT-compiled kernels; the same by AMX, whose sums of bfloat16 products have bits of their own; and CUDA graphs."""
 
 _WIDE = (*range(32, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 """Widths of passes bound by arithmetic; more tokens would not fit into the nearer caches."""
@@ -56,6 +59,7 @@ TEXT_WIDTHS = (*WIDTHS, *_WIDE)
 
 LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
     NATIVE: native_linear,
+    TILES: partial(native_linear, sums=TILES),
     "linear": lambda weight, bias: None,
     "onednn": onednn_linear,
 }
@@ -75,6 +79,11 @@ class BatchInvariance:
 
     linear: str
     widths: tuple[int, ...]
+
+    @property
+    def is_native(self) -> bool:
+        """Tell whether JIT-compiled kernels provide it."""
+        return self.linear in (NATIVE, TILES)
 
     @property
     def is_replayed(self) -> bool:

@@ -50,12 +50,15 @@ def run_experts(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, w
     return type(module).forward(module, hidden, chosen, weights)  # type: ignore[no-any-return]
 
 
-def native_experts(module: nn.Module, activation: torch.dtype | None = None) -> NativeExperts | None:
+def native_experts(
+    module: nn.Module, activation: torch.dtype | None = None, sums: str | None = None
+) -> NativeExperts | None:
     """Build a layer of experts with JIT-compiled kernels; `None` where there are none for it.
 
     Args:
         module: the layer, which runs through transformers' interface.
         activation: type of its inputs and outputs, where it is not that of the weights.
+        sums: how products of bfloat16 numbers are added, as in `NativeExperts`.
     """
     if why_not() is not None or getattr(module, "has_post_expert_norm", False) or module._is_expert_parallel:
         return None
@@ -75,7 +78,7 @@ def native_experts(module: nn.Module, activation: torch.dtype | None = None) -> 
     if up.weight.shape[0] != down.weight.shape[0] or up.weight.shape[outer] != middle * (1 + bool(layer.has_gate)):
         return None
     gate = _gate_of(layer)
-    return NativeExperts(up, down, gate, by_input=bool(layer.is_transposed), activation=activation)
+    return NativeExperts(up, down, gate, by_input=bool(layer.is_transposed), activation=activation, sums=sums)
 
 
 def shape_of_gate(module: nn.Module, pairs: int) -> tuple[int, int] | None:

@@ -36,8 +36,8 @@ from ..structure.weights import fingerprint
 from .any_length import LONGEST, PassCapture, Rewrites, WholeCapture, windows_of
 from .batch_invariance import (
     LINEARS,
-    NATIVE,
     TEXT_WIDTHS,
+    TILES,
     BatchInvariance,
     RowAttention,
     live_layers_of_any_window,
@@ -126,9 +126,7 @@ class CapturedPasses:
         self._copied: dict[int, tuple[CopiedWeight, torch.Tensor]] = {}
         # Not for passes that run by torch's own kernels.
         may_be = (
-            self.is_draft or model.dtype == torch.float32
-            if batch_invariance is None
-            else batch_invariance.linear == NATIVE
+            self.is_draft or model.dtype == torch.float32 if batch_invariance is None else batch_invariance.is_native
         )
         self._is_native = may_be and model.dtype in NAMES and why_not() is None
         self._longest = TEXT_WIDTHS[-1] if self._is_native else LONGEST
@@ -429,7 +427,8 @@ class CapturedPasses:
     def _native_experts(self, module: Any, activation: torch.dtype) -> NativeExperts | None:
         """Return the kernels of a layer of experts, the same for passes of all lengths; `None` where it has none."""
         if id(module) not in self._experts:
-            self._experts[id(module)] = module, native_experts(module, activation)
+            by_tiles = self.batch_invariance is not None and self.batch_invariance.linear == TILES
+            self._experts[id(module)] = module, native_experts(module, activation, TILES if by_tiles else None)
         return self._experts[id(module)][1]
 
     def _rewrites(self, model: PreTrainedModel) -> Rewrites:

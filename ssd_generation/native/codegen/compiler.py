@@ -79,14 +79,18 @@ def registers() -> int:
     return 32 if "+avx512f" in _features() else 8
 
 
-def bfloat16_sums() -> str:
+def bfloat16_sums(many_rows: bool = False) -> str:
     """Return how products of bfloat16 numbers are added.
 
-    By AMX where the environment asks for it (`"tiles"`, in an order of its own), by AVX-512's instruction for pairs of
-    them (`"dots"`), or by two multiply-adds (`"pairs"`), which give the same bits as that: Intel's processors have it
-    at half their rate.
+    By AMX (`"tiles"`, in an order of its own) in passes over many rows, or in all where the environment asks for it; by
+    AVX-512's instruction for pairs of them (`"dots"`); or by two multiply-adds (`"pairs"`), which give the same bits as
+    that: Intel's processors have it at half their rate.
+
+    Args:
+        many_rows: whether the passes have so many rows that AMX is faster, and need not have the bits of others.
     """
-    if os.environ.get(AMX) == "1" and may_use_tiles():
+    asked = os.environ.get(AMX)
+    if (asked == "1" or (many_rows and asked != "0")) and may_use_tiles():
         return "tiles"
     return "dots" if "+avx512bf16" in _features() and not is_intel() else "pairs"
 

@@ -39,6 +39,7 @@ class NativeLinear:
         activation: type of x, which is cast where it is another, and of the result.
         scales: int8: `(N,)` float32; int4: `(N / 16, groups, 16)` float32.
         group: number of columns that share a scale under int4.
+        sums: how products of bfloat16 numbers are added; `None`: as `compiler.bfloat16_sums` returns it.
 
     Attributes:
         activation: as given.
@@ -72,6 +73,7 @@ class NativeLinear:
         activation: torch.dtype,
         scales: torch.Tensor | None = None,
         group: int = 0,
+        sums: str | None = None,
     ) -> None:
         self.activation = activation
         self.rows, columns = weight.shape
@@ -89,7 +91,7 @@ class NativeLinear:
             self._kernel = kernel("int8", NAMES[activation])
         else:
             stored = "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
-            self._kernel = kernel("linear", stored, NAMES[activation], registers(), bfloat16_sums())
+            self._kernel = kernel("linear", stored, NAMES[activation], registers(), sums or bfloat16_sums())
         address, how, layer = self.parts()
         self._own = record(address, how, layer, 3, 0, 4, 0)
         self._address = ctypes.addressof(self._own)
@@ -134,6 +136,12 @@ def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     )
 
 
-def native_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-    """Build a layer of floating point weights with a JIT-compiled kernel; `None` where there is none for it."""
-    return NativeLinear(weight, bias, weight.dtype) if why_not() is None and takes(weight, bias) else None
+def native_linear(weight: torch.Tensor, bias: torch.Tensor | None, sums: str | None = None) -> Linear | None:
+    """Build a layer of floating point weights with a JIT-compiled kernel; `None` where there is none for it.
+
+    Args:
+        weight: as in `NativeLinear`.
+        bias: as there.
+        sums: as there.
+    """
+    return NativeLinear(weight, bias, weight.dtype, sums=sums) if why_not() is None and takes(weight, bias) else None
