@@ -400,7 +400,7 @@ def test_costs_and_bits_are_looked_at_on_the_device() -> None:
 def test_the_program_that_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu, "_REPEATS", 2)
     monkeypatch.setattr(gpu, "_WIDTHS", (1, 4))
-    monkeypatch.setattr(gpu, "_BEHIND", (20, 300))
+    monkeypatch.setattr(gpu, "_CACHED", (20, 300))
     monkeypatch.setattr(
         sys,
         "argv",

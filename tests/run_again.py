@@ -19,7 +19,7 @@ class Again:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def beside(self, function: Callable[[], object]) -> None:
+    def run_alongside(self, function: Callable[[], object]) -> None:
         """Run a function alongside passes, as in `GraphBackend`."""
         function()
 

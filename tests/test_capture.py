@@ -230,7 +230,7 @@ def test_numbers_from_the_caches_length_are_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def longer(model: PreTrainedModel) -> CapturedPass | None:
-    return of_any_length([capture_pass(model, length, behind) for length, behind in ((2, 7), (3, 19), (33, 11))])
+    return of_any_length([capture_pass(model, length, cached) for length, cached in ((2, 7), (3, 19), (33, 11))])
 
 
 @OF_TODAYS_CODE

@@ -698,7 +698,7 @@ def test_a_good_copy_takes_over_from_a_draft_worth_going_on_with() -> None:
         assert policy.keep_drafting(1, 0.999, match) == goes_on
 
 
-def test_looked_up_tokens_behind_a_rejected_draft_teach_nothing() -> None:
+def test_looked_up_tokens_after_a_rejected_draft_teach_nothing() -> None:
     policy = CostAwarePolicy(FLAT, lookup=True)
     policy.draft_length(20)
     policy.update(2, 1, True, looked_up=3, match=Match(3, 2))

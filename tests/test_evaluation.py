@@ -136,9 +136,7 @@ def test_answers_end_where_the_model_ends_them(model: Any, tmp_path: Path) -> No
         assert summary["methods"][name]["text"]["identical"] == len(TEXTS)
 
 
-def test_what_is_said_behind_the_end_counts_for_nobody(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_after_the_end_does_not_count(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model.generation_config.eos_token_id = [7]
 
     def call(self: Caller, method: str, *args: Any) -> TimedCall:

@@ -251,7 +251,7 @@ def test_attention_token_by_token_has_the_bits_of_single_tokens() -> None:
     model = wide()
     ids = prompt(20)
 
-    def behind(width: int) -> torch.Tensor:
+    def after(width: int) -> torch.Tensor:
         cache = DynamicCache(config=model.config)
         model(input_ids=ids[:, :4], **{CACHE: cache})
         parts = []
@@ -262,7 +262,7 @@ def test_attention_token_by_token_has_the_bits_of_single_tokens() -> None:
 
     run_row_by_row(model, False, EVERYTHING)
     with torch.inference_mode():
-        assert torch.equal(behind(1), behind(8))
+        assert torch.equal(after(1), after(8))
 
 
 def test_a_layer_that_is_not_linear_is_named() -> None:

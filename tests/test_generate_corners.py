@@ -56,7 +56,7 @@ def test_a_class_derived_from_a_blind_processor_sees_the_text(config: SelfSpecul
 
 @DRAFTS
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_cache_holds_what_plain_decoding_computed_behind_the_end_of_a_row(
+def test_a_cache_holds_what_plain_decoding_computed_after_the_end_of_a_row(
     config: SelfSpeculativeConfig, padded: bool
 ) -> None:
     model = enabled()

@@ -193,7 +193,7 @@ def test_a_large_head_is_measured_by_a_part_of_it(clock: dict[str, float], monke
 
 
 @pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
-def test_code_made_here_is_the_usual_kernel_and_is_measured_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jit_compiled_code_is_the_usual_kernel_and_is_measured_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(512, 256)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         usual = linear_of_few_rows(weight.to(dtype), None, 1)

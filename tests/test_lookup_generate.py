@@ -164,7 +164,7 @@ def test_an_end_of_sequence_that_was_looked_up(config: SelfSpeculativeConfig, ro
     assert len(ended) > 2 and looked > 3
 
 
-def test_nothing_is_copied_behind_an_end_of_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_copied_after_an_end_of_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     from ssd_generation.drafting.self_drafter import SelfDrafter
 
     drafts = []
@@ -189,7 +189,7 @@ def test_nothing_is_copied_behind_an_end_of_sequence(monkeypatch: pytest.MonkeyP
         assert all(eos not in tokens[:-1] for tokens in drafts)
 
 
-def test_nothing_is_copied_behind_an_end_that_the_model_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_copied_after_an_end_that_the_model_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     from ssd_generation.drafting.self_drafter import SelfDrafter
 
     monkeypatch.setattr(call_drafter, "policy_of", lambda *args, **kwargs: Chained())
@@ -245,7 +245,7 @@ class Chained(DraftPolicy):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_lookup_behind_self_drafts(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_lookup_after_self_drafts(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     from ssd_generation.drafting.self_drafter import SelfDrafter
 
     monkeypatch.setattr(call_drafter, "policy_of", lambda *args, **kwargs: Chained())

@@ -187,7 +187,7 @@ def test_a_processor_with_shorter_vectors_gives_the_same_bits(monkeypatch: pytes
         kernels.kernel.cache_clear()
 
 
-def test_a_token_sees_nothing_behind_itself() -> None:
+def test_a_token_sees_nothing_after_itself() -> None:
     layer, query = Layer(30, 16, torch.float32), queries(5, 16, torch.float32)
     clean = attended(query, layer, 20)
     layer.key_buffer[:, :, 23:] = float("nan")

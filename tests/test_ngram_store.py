@@ -69,7 +69,7 @@ def test_a_text_that_grows_is_stored_once() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=30), max_size=12), st.lists(st.integers(0, 4), max_size=12))
-def test_what_is_found_stood_behind_the_match(texts: list[list[int]], recent: list[int]) -> None:
+def test_what_is_found_followed_the_match(texts: list[list[int]], recent: list[int]) -> None:
     store = store_of(*texts, most=120)
     assert len(store) <= 120 + 31
     found, length = store.find(recent, 7)
@@ -98,7 +98,7 @@ def test_the_texts_own_match_wins_where_it_is_as_long() -> None:
     assert index.find() == ([4, 5], 3)
     index.extend([0, 0, 1, 2, 3])
     assert index.find()[0][:2] == [0, 0], "three tokens of its own"
-    assert index.find([6, 7, 8]) == ([9, 9], 3), "behind drafted tokens"
+    assert index.find([6, 7, 8]) == ([9, 9], 3), "after drafted tokens"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def test_compiled_operations_give_the_text(fuses: str, monkeypatch: pytest.Monke
         assert model.last_speculation.replayed_passes > 3, about(model)
 
 
-def test_operations_are_compiled_beside_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_are_compiled_alongside_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaGraphs, "compiles", True)
     monkeypatch.setattr(CudaGraphs, "seconds", 1e-9)  # passes are timed
     monkeypatch.setattr(graph_passes, "_FUSING_AFTER", 1e-6)

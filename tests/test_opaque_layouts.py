@@ -144,7 +144,7 @@ def test_skipping_is_refused_where_it_is_not_safe(request_: Any) -> None:
     assert model.generate(prompt(9), max_new_tokens=4).shape == (1, 13), "the model still works"
 
 
-def test_what_runs_beside_the_mlp_goes_with_it() -> None:
+def test_what_runs_alongside_the_mlp_goes_with_it() -> None:
     layer = layout_of(opaque_model()).layers[1]
     assert layer.mlp is not None and layer.mlp.name == "block_sparse_moe + shared_mlp" and layer.can_be_bypassed
     for module, stub in layer.mlp.stubs():

@@ -146,7 +146,7 @@ def two_turns(model: Any, family: str, first: Any, second: Any) -> list[torch.Te
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, ACROSS])
-def test_a_second_turn_behind_a_picture(family: str) -> None:
+def test_a_second_turn_after_a_picture(family: str) -> None:
     config = CONFIGS["lookup"]
     plain = two_turns(enabled(family), family, None, None)
     for first, second in ((config, config), (config, None), (None, config)):
@@ -156,7 +156,7 @@ def test_a_second_turn_behind_a_picture(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", WITH_AXES)
-def test_the_check_of_a_model_leaves_where_text_goes_on_behind_a_picture(family: str) -> None:
+def test_the_check_of_a_model_leaves_where_text_continues_after_a_picture(family: str) -> None:
     # A model is checked in its first self-speculative call: here one that continues a plain call about a picture.
     plain = two_turns(build(family, "image-text"), family, None, None)
     model = enable_self_speculative(build(family, "image-text"))
@@ -196,7 +196,7 @@ def test_a_picture_is_looked_at_once(family: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "idefics3", "smolvlm"])
-def test_passes_behind_a_picture_are_captured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_after_a_picture_are_captured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = enabled(family)
     played = counting(monkeypatch, CapturedPasses, "run", lambda self, result: result is not None)
     same_text(model, with_picture(family), CONFIGS["low bits"])
@@ -209,7 +209,7 @@ def test_passes_behind_a_picture_are_captured(family: str, monkeypatch: pytest.M
 
 
 @pytest.mark.measures
-def test_passes_with_exact_bits_behind_a_picture() -> None:
+def test_passes_with_exact_bits_after_a_picture() -> None:
     config = SelfSpeculativeConfig(lookup=LookupConfig(), **{**_TOLD, "exactness": "bitwise"})
     for family in ("qwen2_5_vl", "llava"):
         model = enabled(family)
@@ -239,7 +239,7 @@ def test_a_captured_pass_that_computes_something_else_is_not_used(monkeypatch: p
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "video_llava", "qwen2_5_omni_thinker"])
-def test_the_layers_of_the_text_decoder_are_found_beside_towers_as_deep(family: str) -> None:
+def test_the_layers_of_the_text_decoder_are_found_next_to_towers_as_deep(family: str) -> None:
     model = model_of(family)
     decoder = model.get_decoder()
     layout = layout_of(model)

@@ -99,7 +99,7 @@ def test_a_prompt_has_the_bits_of_decoding(family: str, dtype: torch.dtype, alwa
         assert model.last_speculation.exactness == "bitwise"
         for at in (7, 20, 3 * WINDOW):
             longer = text.sequences[:, : 5 + at]
-            behind = model.generate(
+            continued = model.generate(
                 longer,
                 attention_mask=torch.ones_like(longer),
                 max_new_tokens=4 * WINDOW - at,
@@ -107,8 +107,8 @@ def test_a_prompt_has_the_bits_of_decoding(family: str, dtype: torch.dtype, alwa
                 **options,
             )
             assert model.last_speculation.exactness == "bitwise"
-            assert torch.equal(behind.sequences, text.sequences)
-            assert all(map(torch.equal, behind.logits, text.logits[at:]))
+            assert torch.equal(continued.sequences, text.sequences)
+            assert all(map(torch.equal, continued.logits, text.logits[at:]))
 
 
 @pytest.mark.parametrize("drafts", [NOTHING, OWN, LOOKUP], ids=["nothing", "own", "lookup"])

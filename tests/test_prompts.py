@@ -156,7 +156,7 @@ def test_names_stay_unique(tmp_path: Path) -> None:
     assert [prompt.id for prompt in load_prompts(files)] == ["p-1", "p-1 (2)"]
 
 
-def test_built_in_set_beside_a_file(tmp_path: Path) -> None:
+def test_built_in_set_and_a_file(tmp_path: Path) -> None:
     file = write(tmp_path / "p.jsonl", {"prompt": "1"})
     assert len(load_prompts(["built-in", file])) == len(built_in_prompts()) + 1 == len(load_prompts()) + 1
 

@@ -418,7 +418,7 @@ def test_a_model_drafts_for_itself(model: Any, sampled: bool, rows_: int) -> Non
 
 
 @pytest.mark.parametrize("rows_", [1, 2])
-def test_a_draft_goes_on_from_the_states_behind_the_last_token(
+def test_a_draft_continues_from_the_states_after_the_last_token(
     model: Any, rows_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The skipped sub-layer adds nothing, so every drafted token is right but for those falsified here.
@@ -457,7 +457,7 @@ def test_a_draft_goes_on_from_the_states_behind_the_last_token(
     assert model.last_speculation.target_passes == rounds_of(script, 50)
 
 
-def test_the_cache_is_given_back_behind_drafts_of_its_own(model: Any) -> None:
+def test_the_cache_is_given_back_after_drafts_of_its_own(model: Any) -> None:
     options = {"return_dict_in_generate": True}
     plain = decoded(model, prompt(21), 19, **options)
     for config in own_drafts(model).values():

@@ -890,7 +890,9 @@ def test_what_is_compiled_is_what_the_model_computes(dtype: torch.dtype, monkeyp
 
 
 @pytest.mark.parametrize("outcome", ["faster", "slower", "wrong", "no compiler"])
-def test_passes_are_compiled_beside_and_stay_if_they_are_faster(outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_compiled_alongside_and_stay_if_they_are_faster(
+    outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     main = threading.get_ident()
     compiled: list[bool] = []
 
@@ -948,7 +950,7 @@ def test_passes_are_compiled_beside_and_stay_if_they_are_faster(outcome: str, mo
 def small_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_REPEATS", 2)
     monkeypatch.setattr(gpu, "_WIDTHS", (1, 4))
-    monkeypatch.setattr(gpu, "_BEHIND", (20, 300))
+    monkeypatch.setattr(gpu, "_CACHED", (20, 300))
     monkeypatch.setattr(
         sys,
         "argv",

@@ -57,7 +57,7 @@ def models() -> dict[str, PreTrainedModel]:
 
 
 def own_logits(model: PreTrainedModel, length: int = LENGTH) -> torch.Tensor:
-    return run_behind(
+    return run_after(
         model, lambda ids, positions, cache: model(ids, position_ids=positions, **{CACHE: cache}).logits, length
     )
 
@@ -71,10 +71,10 @@ def play(model: PreTrainedModel, captured: CapturedPass, length: int = LENGTH) -
         attention.begin(cache.layers, 9, length)
         return compile_pass(captured).run(ids, positions, attention)
 
-    return run_behind(model, run, length)
+    return run_after(model, run, length)
 
 
-def run_behind(
+def run_after(
     model: PreTrainedModel, run: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor], length: int
 ) -> torch.Tensor:
     """Run a pass over a few tokens after a cache of nine."""

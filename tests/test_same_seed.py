@@ -87,10 +87,10 @@ def state() -> torch.Tensor:
 def assert_same(model: Any, config: Any, seed: int = 0, **options: Any) -> torch.Tensor:
     """Assert that texts and generator states after them are equal with and without drafts; return the texts."""
     plain = sample(model, seed, **options)
-    behind = state()
+    left = state()
     drafted = sample(model, seed, self_speculative=config, **options)
     assert plain.tolist() == drafted.tolist()
-    assert torch.equal(behind, state())
+    assert torch.equal(left, state())
     return plain
 
 
@@ -493,7 +493,7 @@ def test_the_noise_is_that_of_multinomial(rows: int, words: int) -> None:
     scores = torch.randn(rows, 4, words) * 3
     torch.manual_seed(12)
     expected = torch.cat([torch.multinomial(scores[:, place].softmax(-1), 1) for place in range(4)], dim=1)
-    behind = state()
+    left = state()
     torch.manual_seed(12)
     choice = SampledChoice(rows, torch.device("cpu"))
     assert torch.equal(choice.choose(scores[:, :2], [0] * rows), expected[:, :2])
@@ -502,7 +502,7 @@ def test_the_noise_is_that_of_multinomial(rows: int, words: int) -> None:
     choice.commit(4)
     choice.choose(scores, [4] * rows)  # drawn ahead and never committed
     choice.end(4)
-    assert torch.equal(behind, state())
+    assert torch.equal(left, state())
 
 
 def test_rows_may_be_at_different_steps() -> None:

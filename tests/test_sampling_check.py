@@ -50,7 +50,7 @@ def test_one_token_by_hand(target: Any) -> None:
     assert found.variance == pytest.approx(float((p * (p.log() + entropy) ** 2).sum()), abs=1e-4)
 
 
-def test_each_token_is_judged_behind_those_before_it(target: Any) -> None:
+def test_each_token_is_judged_after_those_before_it(target: Any) -> None:
     ids = [9, 3, 3, 11]
     whole = check_sampling(target, PROMPT, ids, **SAMPLING, repetition_penalty=1.3)
     parts = SamplingCheck()
@@ -113,9 +113,9 @@ def test_padding_at_the_left_changes_nothing(family: str) -> None:
         "input_ids": torch.tensor([[0, 0, 0, 5, 6, 7, 8]]),
         "attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1]]),
     }
-    bare, beside = check_sampling(model, PROMPT, ids, **SAMPLING), check_sampling(model, padded, ids, **SAMPLING)
-    assert beside.impossible == bare.impossible
-    assert beside.excess == pytest.approx(bare.excess, abs=1e-4)
+    bare, with_padding = check_sampling(model, PROMPT, ids, **SAMPLING), check_sampling(model, padded, ids, **SAMPLING)
+    assert with_padding.impossible == bare.impossible
+    assert with_padding.excess == pytest.approx(bare.excess, abs=1e-4)
     assert check_sampling(model, {"input_ids": PROMPT["input_ids"]}, ids, **SAMPLING) == bare
 
 

@@ -361,7 +361,7 @@ def test_output_without_end_is_not_kept() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB
 
 
-def test_processor_time_is_limited_beside_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_time_is_limited_as_well_as_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     settings_of = sandbox._settings
 
     def settings(limits: Limits, *others: Any) -> dict[str, Any]:

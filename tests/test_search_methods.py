@@ -89,7 +89,7 @@ def test_runs_on_one_page(
 ) -> None:
     pytest.importorskip("matplotlib")
     output = run.parent / "both"
-    monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(run), str(run), "-o", str(output)])
+    monkeypatch.setattr(sys, "argv", ["methods", "--compare", str(run), str(run), "-o", str(output)])
     main()
     page = (output / "methods.md").read_text()
     assert page in capsys.readouterr().out
@@ -99,10 +99,10 @@ def test_runs_on_one_page(
     said = json.loads((run / "methods.json").read_text(encoding="utf-8"))
     said |= {"model": "$\\frac{a|b<script>", "measured_on": "\x1b[2J"}
     (run / "methods.json").write_text(json.dumps(said), encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(run), "-o", str(output)])
+    monkeypatch.setattr(sys, "argv", ["methods", "--compare", str(run), "-o", str(output)])
     main()
     assert "a\\|b&lt;script&gt;" in (output / "methods.md").read_text() and "\x1b" not in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(run.parent), "-o", str(output)])
+    monkeypatch.setattr(sys, "argv", ["methods", "--compare", str(run.parent), "-o", str(output)])
     with pytest.raises(SystemExit):
         main()
     assert "holds no finished comparison" in capsys.readouterr().err

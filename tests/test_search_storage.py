@@ -108,8 +108,8 @@ NO_JOURNALS = {
     "no fields": BEGINNING + b'{"op_code":4,"worker_id":"w"}\n',
     "wrong fields": BEGINNING + b'{"op_code":4,"worker_id":"w","study_id":0,"datetime_start":[]}\n',
     "no directions": b'{"op_code":0,"worker_id":"w","study_name":"s","directions":["up"]}\n',
-    "a cut line behind no such operation": b'{"op_code":99,"worker_id":"w"}\n{"op_code":5,"wor',
-    "a note behind a line": BEGINNING + b"do not delete",
+    "a cut line after no such operation": b'{"op_code":99,"worker_id":"w"}\n{"op_code":5,"wor',
+    "a note after a line": BEGINNING + b"do not delete",
     "deep": b"[" * 100_000 + b"\n",
     "deep in a line": BEGINNING + b'{"op_code":2,"worker_id":"w","a":' + b"[" * 99_999 + b"\n",
     "a long number": b'{"op_code":' + b"9" * 5000 + b',"worker_id":"w"}\n',
@@ -346,7 +346,7 @@ def test_a_comparison_of_methods_is_only_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(folder: Path) -> str:
-        monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(folder), "-o", str(tmp_path / "out")])
+        monkeypatch.setattr(sys, "argv", ["methods", "--compare", str(folder), "-o", str(tmp_path / "out")])
         with pytest.raises(SystemExit):
             methods.main()
         return capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_alone_nothing_is_done(asleep: list[str]) -> None:
     assert asleep == []
 
 
-def test_beside_others_threads_sleep_until_they_have_gone(asleep: list[str]) -> None:
+def test_next_to_others_threads_sleep_until_they_have_gone(asleep: list[str]) -> None:
     machine = Machine()
     with machine.threads() as threads:
         for seconds, each_second, then in (

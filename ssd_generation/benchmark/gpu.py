@@ -91,7 +91,7 @@ SHAPES: dict[str, Any] = {
 """Shapes of models with random weights, for timing passes: a mixture of experts is among them."""
 
 _WIDTHS = (1, 4, 8, 16)
-_BEHIND = (128, 1500)
+_CACHED = (128, 1500)
 """Cached tokens that passes follow: in the first bucket and in the fourth."""
 _REPEATS = 20
 _METHODS = (PLAIN, "static", UNDRAFTED, "lookup", "auto")
@@ -154,10 +154,10 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
         passes = None
         if backend is not None:
             passes = GraphPasses(model, arena, backend, mode, _WIDTHS, fuses)
-        for behind in _BEHIND:
+        for cached in _CACHED:
             for width in widths:
-                name = f"{what}, {width} after {behind}"
-                row = clock.attempt(name, partial(_row, model, passes, width, behind, half if what == "half" else None))
+                name = f"{what}, {width} after {cached}"
+                row = clock.attempt(name, partial(_row, model, passes, width, cached, half if what == "half" else None))
                 if row is not None:
                     rows.append(row)
         if passes is not None and passes.refusal is not None:
@@ -165,33 +165,33 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
     return rows
 
 
-def _row(model: Any, passes: GraphPasses | None, width: int, behind: int, half: SkipConfig | None) -> dict[str, Any]:
+def _row(model: Any, passes: GraphPasses | None, width: int, cached: int, half: SkipConfig | None) -> dict[str, Any]:
     device = model.get_input_embeddings().weight.device
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ids = torch.randint(
-        0, vocabulary, (1, behind + width), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu"
+        0, vocabulary, (1, cached + width), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu"
     ).to(device)
-    row: dict[str, Any] = {"what": "model" if half is None else "half", "width": width, "behind": behind}
+    row: dict[str, Any] = {"what": "model" if half is None else "half", "width": width, "behind": cached}
     row |= {"eager": None, "replayed": None, "recording": None}
     with torch.inference_mode():
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=ids[:, :behind], use_cache=True, **{CACHE: cache}, **fewer)
+        model(input_ids=ids[:, :cached], use_cache=True, **{CACHE: cache}, **fewer)
         add_buffers(cache)
 
         def eager() -> None:
-            model(input_ids=ids[:, behind:], use_cache=True, **{CACHE: cache}).logits[0].argmax(-1).tolist()
+            model(input_ids=ids[:, cached:], use_cache=True, **{CACHE: cache}).logits[0].argmax(-1).tolist()
             cache.crop(-width)
 
         if half is None:  # an eager draft has another cache
             row["eager"] = _median(eager)
         if passes is not None:
             began = time.perf_counter()
-            found = passes.run(cache, Tokens((), ids[:, behind:]), behind, behind, records=True)
+            found = passes.run(cache, Tokens((), ids[:, cached:]), cached, cached, records=True)
             row["recording"] = time.perf_counter() - began
 
             def replay() -> None:
-                results = passes.run(cache, Tokens((), ids[:, behind:]), behind, behind)
+                results = passes.run(cache, Tokens((), ids[:, cached:]), cached, cached)
                 assert results is not None
                 results[1].tolist()
 
@@ -398,10 +398,10 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         methods = [name for name in report["calls"]["first"] if name != PLAIN]
         for name in methods:
             ratios = [row[PLAIN] / row[name] for row in calls if name in row and PLAIN in row]
-            beside = [row["static"] / row[name] for row in calls if name in row and "static" in row]
+            ratios = [row["static"] / row[name] for row in calls if name in row and "static" in row]
             if ratios:
                 cells = [statistics.geometric_mean(ratios), min(ratios), max(ratios)]
-                cells += [statistics.geometric_mean(beside)] if beside else []
+                cells += [statistics.geometric_mean(ratios)] if ratios else []
                 yield f"{name:34}" + "".join(f"{value:12.2f}" for value in cells)
         for key in (
             *(f"{name}: text as undrafted" for name in methods),

@@ -78,7 +78,7 @@ def is_known(layer: Any) -> bool:
 def has_no_keys(layer: Any) -> bool:
     """Tell whether a layer is for a layer of the model that stores nothing, or holds states that can be copied here.
 
-    These are states of a text that has begun, without keys and values beside them.
+    These are states of a text that has begun, without keys and values next to them.
     """
     if type(layer) is getattr(cache_utils, "DummyLayer", None):
         return True

@@ -128,8 +128,8 @@ class Rows:
         Returns:
             `torch.LongTensor` of shape `(B,)` or `(B, n)`.
         """
-        behind = self.prompt_length - ahead
-        steps = [length - behind for length in self.lengths]
+        offset = self.prompt_length - ahead
+        steps = [length - offset for length in self.lengths]
         if not all(self._goes):  # choices of inactive rows are not used
             some = next((step for step, goes in zip(steps, self._goes, strict=True) if goes), steps[0])
             steps = [step if goes else some for step, goes in zip(steps, self._goes, strict=True)]

@@ -383,5 +383,5 @@ class GraphRunner:
         passed = self._eager.run(tokens, context, through=timed)
         left = max(context.limit - context.length, 0)
         if graphs.is_worth_it(left):
-            graphs.try_beside(context.cache, tokens, context.position, passed.outputs.logits, left)
+            graphs.try_alongside(context.cache, tokens, context.position, passed.outputs.logits, left)
         return passed

@@ -199,7 +199,7 @@ class Passes:
         self.tokens = torch.randint(0, vocabulary, (rows, LONGEST_VERIFIED), generator=generator, device="cpu").to(
             device
         )
-        self.cache = _behind(model, prompt) if cache is None else cache
+        self.cache = _cache_after(model, prompt) if cache is None else cache
         self.checkpoint = Checkpoint.of(self.cache, context)
         self.forward = Forward(model, config, plan or PassPlan(captured=rows == 1, graph=rows == 1))
 
@@ -245,7 +245,7 @@ class Passes:
         return watch.seconds()
 
 
-def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
+def _cache_after(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
     """Return a cache that holds a text of random tokens."""
     cache = new_cache(model)
     add_buffers(cache)
@@ -466,7 +466,7 @@ def _resident_step(model: PreTrainedModel, config: SelfSpeculativeConfig) -> flo
     )
     with torch.no_grad():
         with _without_skipping(other, config):
-            cache = _behind(other, prompt)
+            cache = _cache_after(other, prompt)
         passes = Passes(model, config, cache=cache)
         passes.once(0)  # capture, first touch
         return statistics.median(passes.once(0) for _ in range(_DRAFT_STEPS))

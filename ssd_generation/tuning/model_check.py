@@ -139,7 +139,7 @@ class ForcedText:
             return {**self.inputs, "cache_implementation": "dynamic"}  # whatever the model's own generation config says
         return {**self.inputs, CACHE: copy.deepcopy(self.cache)}
 
-    def beside_itself(self, times: int) -> ForcedText:
+    def repeated(self, times: int) -> ForcedText:
         """Return the text with each row several times: the same tokens, by kernels for other shapes.
 
         Args:
@@ -313,11 +313,11 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
             own, how = _least_difference(model, text, plain, decode, is_batch, least_needed(model))
             if own is not None:
                 return ModelCheck(refusal=own)
-        behind = _behind_a_window(model, text, output[CACHE])
-        if behind is not None:
+        after_window = _after_a_window(model, text, output[CACHE])
+        if after_window is not None:
             with contextlib.suppress(Exception):  # such a cache may be one that this model cannot continue from
-                output = decode(behind, False, False)
-                far = _difference(model, behind, output.logits, decode)
+                output = decode(after_window, False, False)
+                far = _difference(model, after_window, output.logits, decode)
                 if far is not None:
                     return ModelCheck(refusal=f"after a text that is longer than its window, {far}")
         return ModelCheck(capture_refusal=captured, row_by_row=how)
@@ -400,8 +400,8 @@ def _difference(
         return "the same passes over the same tokens give different logits from call to call"
 
     def rounding(times: int) -> torch.Tensor:
-        beside = decode(text.beside_itself(times), False, False).logits
-        return distances(plain, [step[::times] for step in beside])
+        several = decode(text.repeated(times), False, False).logits
+        return distances(plain, [step[::times] for step in several])
 
     def allowed(least: float, rounding: torch.Tensor) -> float:
         return min(max(_TIMES_ROUNDING * float(rounding), least), _MOST_HALF)
@@ -506,7 +506,7 @@ _SHARE_OF_WEIGHTS = 0.1
 """Most memory for keys and values of a text longer than a window, as a share of the weights' bytes."""
 
 
-def _behind_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> ForcedText | None:
+def _after_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> ForcedText | None:
     """Place the text after so many tokens that the model no longer sees the first of them.
 
     Nothing is computed for these: keys and values of the short text are repeated in their place. Some noise makes the

@@ -359,7 +359,7 @@ def _distances(model: PreTrainedModel, text: VerifiedText) -> list[float]:
     """Return, by layer, one minus the cosine between the hidden states before and after it, averaged over the text."""
     distances = []
 
-    def behind(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_layer(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = args[0] if args else kwargs["hidden_states"]
         after = output[0] if isinstance(output, tuple) else output
         near = torch.cosine_similarity(before.float(), after.float(), dim=-1).mean()
@@ -367,7 +367,7 @@ def _distances(model: PreTrainedModel, text: VerifiedText) -> list[float]:
 
     # Not `output_hidden_states`: for that transformers leaves hooks on the model.
     layers = [layer.module for layer in layout_of(model).layers]
-    handles = [layer.register_forward_hook(behind, with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_hook(after_layer, with_kwargs=True) for layer in layers]
     index = torch.arange(len(text), device="cpu")
     nothing = torch.zeros_like(index)
     try:
@@ -424,9 +424,9 @@ class _Steps:
         """Return the share of a plain step that a sub-layer takes."""
         return self._shares[kind, layer]
 
-    def costs(self, config: SelfSpeculativeConfig, beside: SelfSpeculativeConfig, known: Costs) -> Costs:
-        """Predict the costs of a draft from those known of another one, `beside`."""
-        saved = self._predicted(beside) - self._predicted(config)
+    def costs(self, config: SelfSpeculativeConfig, other: SelfSpeculativeConfig, known: Costs) -> Costs:
+        """Predict the costs of a draft from those known of another one."""
+        saved = self._predicted(other) - self._predicted(config)
         ratio = known.draft_step / known.plain_step - saved
         return dataclasses.replace(known, draft_step=max(ratio, 0.02) * known.plain_step)
 

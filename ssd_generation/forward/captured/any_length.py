@@ -108,7 +108,7 @@ class PassCapture:
                 if self._longer is not None:
                     return at_length(self._longer, length)
             far = cut_to_table(model, 19, length)
-            one, other = (capture_pass(model, length, behind, windows, states) for behind in (min(7, far - 1), far))
+            one, other = (capture_pass(model, length, cached, windows, states) for cached in (min(7, far - 1), far))
         if not same_pass(one, other):
             raise CannotCapture("the pass depends on the length of the text")
         _rewrite(one, *rewrites.alike, *rewrites.further)
@@ -131,7 +131,7 @@ class PassCapture:
             with contextlib.suppress(Exception):  # such as a context that is shorter
                 longest = cut_to_table(model, LONGEST, 11)
                 lengths = ((2, 7), (3, 19), (longest, 11))
-                common = of_any_length([capture_pass(model, n, behind, windows, states) for n, behind in lengths])
+                common = of_any_length([capture_pass(model, n, cached, windows, states) for n, cached in lengths])
                 if common is not None:
                     _rewrite(common, *rewrites.alike)
                 return common

@@ -42,18 +42,18 @@ _INPUTS = {"input_ids", "position_ids"}
 def capture_pass(
     model: PreTrainedModel,
     length: int,
-    behind: int,
+    cached: int,
     windows: Sequence[int | None] = (),
     states: Mapping[StatePlace, torch.Tensor] = MappingProxyType({}),
 ) -> CapturedPass:
-    """Capture a pass over `length` tokens after a cache that holds `behind`.
+    """Capture a pass over `length` tokens after a cache that holds `cached`.
 
     The large products are not computed: a capture takes the time of the model's Python code and little more.
 
     Args:
         model: the target model, in skip mode or not.
         length: n ≥ 1.
-        behind: tokens in the cache, ≥ 1. The captured pass must not depend on it: see `same_pass`.
+        cached: tokens in the cache, ≥ 1. The captured pass must not depend on it: see `same_pass`.
         windows: sliding window of each layer that the attention of the captured pass knows about.
         states: zeros in the form of each recurrent state of the cache.
 
@@ -62,12 +62,12 @@ def capture_pass(
     """
     recording = Recording({id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())})
     keys: HeldKeys = {}
-    cache = _pretended(model, recording, keys, length, behind, states)
-    calls = ModelCalls(model, recording, keys, length, behind, windows, states)
+    cache = _pretended(model, recording, keys, length, cached, states)
+    calls = ModelCalls(model, recording, keys, length, cached, windows, states)
     device = model.get_input_embeddings().weight.device
     with torch.inference_mode(), calls.replaced():
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
-        positions = torch.arange(behind, behind + length, device=device)[None]
+        positions = torch.arange(cached, cached + length, device=device)[None]
         inputs = model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=length,
@@ -103,14 +103,14 @@ def _pretended(
     recording: Recording,
     keys: HeldKeys,
     length: int,
-    behind: int,
+    cached: int,
     states: Mapping[StatePlace, torch.Tensor],
 ) -> Cache:
     """Return a cache that claims to hold a prefix, and adds to `keys` what it returns; others as in `capture_pass`."""
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    layers: list[Any] = [PretendLayer(index, CacheLength(behind, length), keys) for index in range(count)]
+    layers: list[Any] = [PretendLayer(index, CacheLength(cached, length), keys) for index in range(count)]
     without_keys = layers_without_keys(model) if states else ()
     for index in {place.layer for place in states}:
-        beside = None if index in without_keys else layers[index]
-        layers[index] = pretend_states(index, beside, states, length, recording.states)
+        keys_and_values = None if index in without_keys else layers[index]
+        layers[index] = pretend_states(index, keys_and_values, states, length, recording.states)
     return Cache(layers=layers)

@@ -73,7 +73,7 @@ class ModelCalls:
         recording: the mode that makes the nodes.
         keys: keys and values that the cache was given.
         length: tokens of the pass, n.
-        behind: tokens in the cache.
+        cached: tokens in the cache.
         windows: as in `capture_pass`.
         states: as in `capture_pass`.
     """
@@ -84,12 +84,12 @@ class ModelCalls:
         recording: Recording,
         keys: HeldKeys,
         length: int,
-        behind: int,
+        cached: int,
         windows: Sequence[int | None],
         states: Mapping[StatePlace, torch.Tensor],
     ) -> None:
         self._model, self._recording, self._keys = model, recording, keys
-        self._length, self._behind = length, behind
+        self._length, self._cached = length, cached
         self._windows, self._states = windows, states
         self._expanded: dict[int, _Expanded] = {}  # by id of the keys
         self._masks: list[torch.Tensor] = []
@@ -130,7 +130,7 @@ class ModelCalls:
         if allow_is_causal_skip:
             return None
         with torch._C.DisableTorchFunction():
-            shape = (1, 1, self._length, self._behind + self._length)
+            shape = (1, 1, self._length, self._cached + self._length)
             self._masks.append(torch.zeros(shape, device=self._device))
         return self._masks[-1]
 

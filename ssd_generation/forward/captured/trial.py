@@ -36,7 +36,7 @@ _TIMES, _MOST = 4, 0.35
 """Limits in half precision: logits of other kernels may differ by so many times the effect of another rounding of the
 embeddings, and by so many standard deviations, as a root mean square."""
 
-_BEHIND = 9
+_CACHED = 9
 """Tokens before a pass that is tried out."""
 
 Attending = Callable[[Cache, int], CacheAttention | None]
@@ -99,10 +99,10 @@ def _agrees(model: PreTrainedModel, program: Program, attending: Attending, know
     with torch.inference_mode():
         vocabulary = model.get_input_embeddings().weight.shape[0]
         generator = torch.Generator(device="cpu").manual_seed(seed)
-        behind = cut_to_table(model, _BEHIND, length)
-        text = torch.randint(0, vocabulary, (1, behind + length), generator=generator, device="cpu")
-        prompt, ids = text[:, :behind], text[:, behind:]
-        positions = torch.arange(behind, behind + length, device="cpu")[None]
+        cached = cut_to_table(model, _CACHED, length)
+        text = torch.randint(0, vocabulary, (1, cached + length), generator=generator, device="cpu")
+        prompt, ids = text[:, :cached], text[:, cached:]
+        positions = torch.arange(cached, cached + length, device="cpu")[None]
         # Layers with a window have none here, unless the attention knows about windows; states need their layers.
         needs_layers = knows_windows or has_states(model)
         own = DynamicCache(config=model.config.get_text_config(decoder=True)) if needs_layers else DynamicCache()
@@ -172,7 +172,7 @@ def try_out(model: PreTrainedModel, program: Program) -> None:
         states, texts, count = PassStates(layers), ONE_TEXT, program.length
 
         def slots(self, length: int) -> torch.Tensor:
-            return torch.arange(behind, behind + length, device="cpu")
+            return torch.arange(cached, cached + length, device="cpu")
 
         def attend(
             self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
@@ -184,5 +184,5 @@ def try_out(model: PreTrainedModel, program: Program) -> None:
 
     ids = torch.zeros((1, program.length), dtype=torch.long, device="cpu")
     with torch.inference_mode():
-        behind = cut_to_table(model, _BEHIND, program.length)
-        program.run(ids, torch.arange(behind, behind + program.length, device="cpu")[None], Nothing())
+        cached = cut_to_table(model, _CACHED, program.length)
+        program.run(ids, torch.arange(cached, cached + program.length, device="cpu")[None], Nothing())

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class _Compiled(Protocol):
     backend: GraphBackend
 
-    def compute_beside(self) -> None:
+    def compute_alongside(self) -> None:
         """Run all that is to be compiled, in separate memory."""
 
 
@@ -52,7 +52,7 @@ class Fusing(Generic[T]):
             backend = graph_backend_on(device)  # shares no memory with that of decoding
             assert backend is not None
             with torch.no_grad():
-                backend.beside(self.passes.compute_beside)
+                backend.run_alongside(self.passes.compute_alongside)
         except Exception as error:  # of a compiler, a driver, or a model that changed meanwhile
             self.refusal = f"{type(error).__name__}: {error}"
             logger.info("Small operations are not compiled: %s", self.refusal, exc_info=True)

@@ -256,9 +256,9 @@ class GraphPasses:
         assert isinstance(inputs, ChainInputs)
         return inputs.chain[:, :length].clone()
 
-    def compute_beside(self) -> None:
+    def compute_alongside(self) -> None:
         """Run a pass of each width in separate buffers, so that its parts are compiled: in another thread."""
-        self.table.compute_beside((self.widths[-1], NARROWER))
+        self.table.compute_alongside((self.widths[-1], NARROWER))
 
     def fused(self, model: PreTrainedModel) -> GraphPasses | None:
         """Return the same passes, to be compiled; `None` while that does not pay, or where it is not wanted.
@@ -308,7 +308,7 @@ class GraphPasses:
         self._eager_seconds += seconds
         self._eager_tokens += 1
 
-    def try_beside(
+    def try_alongside(
         self, cache: Cache, ids: torch.Tensor, position: int, logits: torch.Tensor, most_tokens: int
     ) -> None:
         """Record a pass that the model's own code has just run, and check that it gives the same logits.

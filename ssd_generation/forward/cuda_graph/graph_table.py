@@ -108,7 +108,7 @@ class GraphTable:
         run = partial(self.run, width, bucket, tokens, slot, position)
         return min(self._backend.seconds_of(run) for _ in range(_REPEATS))
 
-    def compute_beside(self, widths: Collection[int]) -> None:
+    def compute_alongside(self, widths: Collection[int]) -> None:
         """Run passes in separate buffers, so that their parts are compiled: in another thread.
 
         Args:

@@ -33,7 +33,7 @@ class GraphBackend(Protocol):
     seconds: float
     compiles: bool
 
-    def beside(self, function: Callable[[], object]) -> None:
+    def run_alongside(self, function: Callable[[], object]) -> None:
         """Run a function as another thread may while passes run, and wait for it."""
 
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
@@ -85,7 +85,7 @@ class CudaGraphs:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._pool: object = None
 
-    def beside(self, function: Callable[[], object]) -> None:
+    def run_alongside(self, function: Callable[[], object]) -> None:
         """Run a function alongside passes, as in `GraphBackend`."""
         with torch.cuda.device(self.device):
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -57,8 +57,8 @@ class SubLayer:
         private_norms: norms that serve this sub-layer only, so that they can be left out with it.
         output_length: `None` where the sub-layer returns a tensor, else the length of the tuple it returns.
         residual_index: position of the argument that is the residual, where the sub-layer adds it itself, else `None`.
-        beside: what each of the first of `modules` returns, as `output_length` says it. These run alongside the others,
-            and their outputs are added like that of the last one (another mixer of the layer, shared experts).
+        alongside: what each of the first of `modules` returns, as `output_length` says it. These run next to the
+            others, and their outputs are added like that of the last one (another mixer of the layer, shared experts).
     """
 
     kind: Kind
@@ -68,7 +68,7 @@ class SubLayer:
     private_norms: tuple[nn.Module, ...]
     output_length: int | None
     residual_index: int | None
-    beside: tuple[int | None, ...] = ()
+    alongside: tuple[int | None, ...] = ()
 
     def of_modules(self, others: Mapping[int, nn.Module]) -> SubLayer:
         """Return the same sub-layer of another model, whose modules `others` gives by the id of those here."""
@@ -82,8 +82,8 @@ class SubLayer:
 
     def stubs(self) -> Iterator[tuple[nn.Module, Stub]]:
         """Yield the `(module, forward)` pairs that leave the sub-layer out: it adds 0 to the residual stream."""
-        parts = len(self.beside)
-        for module, length in zip(self.modules, self.beside, strict=False):
+        parts = len(self.alongside)
+        for module, length in zip(self.modules, self.alongside, strict=False):
             yield module, _contribution_stub(length, None)
         for module in (*self.modules[parts:-1], *self.private_norms):
             yield module, _identity
@@ -521,8 +521,8 @@ def _layer_layout(index: int, slot: _Slot, trace: _LayerTrace, used: set[int]) -
         found["attention"] = (attention[0], (attention[1],))
     if mlp is not None:
         found["mlp"] = mlp
-    beside = _parts_beside(slot, found, trace)
-    for kind, parts in beside.items():
+    alongside = _parts_alongside(slot, found, trace)
+    for kind, parts in alongside.items():
         name, modules = found[kind]
         found[kind] = " + ".join((name, *(call.name for call in parts))), (*(call.module for call in parts), *modules)
     members = {id(m) for _, modules in found.values() for m in modules}
@@ -537,7 +537,7 @@ def _layer_layout(index: int, slot: _Slot, trace: _LayerTrace, used: set[int]) -
     sublayers: dict[Kind, SubLayer] = {}
     owned: set[int] = set()
     for kind, (name, modules) in found.items():
-        parts = beside.get(kind, [])
+        parts = alongside.get(kind, [])
         reason = _why_kept(kind, modules, len(parts), trace, others, used)
         if reason is not None:
             where = f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__})"
@@ -557,7 +557,7 @@ def _layer_layout(index: int, slot: _Slot, trace: _LayerTrace, used: set[int]) -
             )
             continue
         if residual_index is None:  # otherwise what follows is the residual stream
-            private += [norm for norm in norms if _stands_behind(norm, output, trace.calls)]
+            private += [norm for norm in norms if _follows(norm, output, trace.calls)]
         owned |= {id(norm) for norm in private}
         sublayers[kind] = SubLayer(
             kind=kind,
@@ -567,7 +567,7 @@ def _layer_layout(index: int, slot: _Slot, trace: _LayerTrace, used: set[int]) -
             private_norms=tuple(norm.module for norm in private),
             output_length=_length(output),
             residual_index=residual_index,
-            beside=tuple(_length(call.output) for call in parts),
+            alongside=tuple(_length(call.output) for call in parts),
         )
     # A norm shared by both sub-layers (parallel attention and MLP) goes when both go; one on the residual stream stays.
     inputs_of_sublayers = {id(call.inputs[0]) for call in trace.calls if id(call.module) in members and call.inputs}
@@ -633,7 +633,7 @@ def _listed(calls: list[_Call]) -> str:
     return ", ".join(f"{call.name}: {type(call.module).__name__}" for call in calls)
 
 
-def _parts_beside(
+def _parts_alongside(
     slot: _Slot, found: Mapping[Kind, tuple[str, tuple[nn.Module, ...]]], trace: _LayerTrace
 ) -> dict[Kind, list[_Call]]:
     """Find the parts that run alongside a layer's sub-layers and are left out with them: other mixers, shared experts.
@@ -645,22 +645,22 @@ def _parts_beside(
     mixers = {id(module) for _, module in _mixers(slot.parts())}
     mlp = found["mlp"][1][0] if "mlp" in found else None
     given = next((call.inputs[0] for call in trace.calls if call.module is mlp and call.inputs), None)
-    beside: dict[Kind, list[_Call]] = {}
+    alongside: dict[Kind, list[_Call]] = {}
     for call in trace.calls:
         if id(call.module) in members or _is_norm(call.module) or not call.inputs:
             continue
         if sum(other.module is call.module for other in trace.calls) != 1:
             continue
         if id(call.module) in mixers and "attention" in found:
-            beside.setdefault("attention", []).append(call)
+            alongside.setdefault("attention", []).append(call)
         elif (
             given is not None
             and call.inputs[0] is given
             and _is_of_shape(call.output, call.inputs)
             and not _uses(call.output, trace.calls)
         ):
-            beside.setdefault("mlp", []).append(call)
-    return beside
+            alongside.setdefault("mlp", []).append(call)
+    return alongside
 
 
 def _length(output: Any) -> int | None:
@@ -691,7 +691,7 @@ def _stands_before(norm: _Call, first: _Call, calls: list[_Call]) -> bool:
     return bool(first.inputs) and norm.output is first.inputs[0] and _uses(norm.output, calls) == 1
 
 
-def _stands_behind(norm: _Call, output: Any, calls: list[_Call]) -> bool:
+def _follows(norm: _Call, output: Any, calls: list[_Call]) -> bool:
     """Tell whether a norm reads a sub-layer's output unchanged, and nothing else reads it."""
     tensor = output[0] if isinstance(output, tuple) else output
     return bool(norm.inputs) and norm.inputs[0] is tensor and _uses(tensor, calls) == 1

@@ -80,9 +80,9 @@ entry:
   %alone = icmp eq i64 %threads, 1
   br label %head
 head:
-  %at = phi i64 [ 0, %entry ], [ %next, %behind ]
-  %stage = phi i64 [ 0, %entry ], [ %stage.next, %behind ]
-  %before = phi i64 [ 0, %entry ], [ %total.next, %behind ]
+  %at = phi i64 [ 0, %entry ], [ %next, %passed ]
+  %stage = phi i64 [ 0, %entry ], [ %stage.next, %passed ]
+  %before = phi i64 [ 0, %entry ], [ %total.next, %passed ]
   %is.more = icmp slt i64 %at, %count
   br i1 %is.more, label %kernel, label %end
 kernel:
@@ -117,11 +117,11 @@ through:
   %meets.bit = and i64 %flags, 1
   %meets = icmp ne i64 %meets.bit, 0
   %next = add i64 %at, 1
-  br i1 %meets, label %meet, label %behind
+  br i1 %meets, label %meet, label %passed
 meet:
   call void @wait(ptr %done, i64 %total)
-  br label %behind
-behind:
+  br label %passed
+passed:
   %stage.next = phi i64 [ %stage, %through ], [ %next, %meet ]
   %total.next = phi i64 [ %total, %through ], [ 0, %meet ]
   br label %head

@@ -90,6 +90,7 @@ class NativeExperts:
         self._up, self._down = _Matrices.of(up, by_input), _Matrices.of(down, by_input)
         self.middle = self._down.columns
         kind, *parts = ("columns",) if by_input else ("grouped", sums or bfloat16_sums())
+        self._per_thread = 2 if by_input else 4  # items for each thread: long parts of rows are read faster
         self._grouped = kernel("experts", kind, stored, self._name, registers(), *parts)
         self._lists: dict[Any, tuple[KernelList, ...]] = {}
 
@@ -172,7 +173,7 @@ class NativeExperts:
         items = max(1, pass_.pairs * matrices.rows * matrices.columns // _SHARE)
         operands = [Operand(x), Operand(result, 0, True), Operand(pass_.plan)]
         fields: list[int | Operand] = [ctypes.addressof(matrices.record), *operands, *pass_.counts]
-        return Step("experts", self._grouped, flags(items, 4), fields, matrices), result
+        return Step("experts", self._grouped, flags(items, self._per_thread), fields, matrices), result
 
 
 @dataclass

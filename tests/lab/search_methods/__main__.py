@@ -1,12 +1,11 @@
 """Search methods side by side: what each finds, and how many forward passes of the model it takes.
 
     python -m tests.lab.search_methods [--model demo] -o FOLDER [--methods default,paper,…] [--trials 120]
-    python -m tests.lab.search_methods --beside FOLDER… -o FOLDER
+    python -m tests.lab.search_methods --compare FOLDER… -o FOLDER
 
 All methods use the same texts and the same costs. The best draft of each is judged on held-out texts, and timed in
-generation, interleaved with plain decoding. Each method is a study in one SQLite file of the folder, so that
-the same command continues after an interruption. `--beside` puts such runs, of several models, on one page and into one
-plot.
+generation, interleaved with plain decoding. Each method is a study in one SQLite file of the folder, so that the same
+command continues after an interruption. `--compare` puts such runs, of several models, on one page and into one plot.
 """
 
 from __future__ import annotations
@@ -65,14 +64,14 @@ def main(words: Sequence[str] | None = None) -> None:
         new_tokens=CalibrationSettings.new_tokens,
     )
     program.add_argument("--no-timing", action="store_true", help="do not time the winners in generation")
-    program.add_argument("--beside", nargs="+", type=Path, metavar="FOLDER", help="search nothing: put these together")
+    program.add_argument("--compare", nargs="+", type=Path, metavar="FOLDER", help="search nothing: put these together")
     arguments = program.parsed(words)
 
     folder: Path = arguments.output
     folder.mkdir(parents=True, exist_ok=True)
-    if arguments.beside:
+    if arguments.compare:
         try:
-            print(visible(put_together(arguments.beside, folder), keep="\n"))
+            print(visible(put_together(arguments.compare, folder), keep="\n"))
         except (ImportError, ValueError) as error:
             program.error(visible(error))
         return
