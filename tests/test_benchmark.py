@@ -55,7 +55,7 @@ def test_batches_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     methods = {name: side_by_side.METHODS[name] for name in ("plain", "nothing", "lookup")}
     monkeypatch.setattr(side_by_side, "METHODS", methods)
     monkeypatch.setattr(batches, "load_model", lambda name, dtype: (model, tokenizer))
-    padded = batches._batch(tokenizer, 2)
+    padded = batches.batch_of_prompts(tokenizer, 2)
     assert padded["attention_mask"].tolist() == [[0, 0, 0, *[1] * 8], [1] * 11]
     found = measure_batches(model, tokenizer, [1, 3], new_tokens=9, repeats=2)
     assert [row["rows"] for row in found] == [1, 3]

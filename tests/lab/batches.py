@@ -25,13 +25,25 @@ from .program import Program, conditions
 from .side_by_side import METHODS, compare, drafting_methods, greedy_options, with_range
 from .tables import as_markdown
 
-__all__ = ["measure_batches"]
+__all__ = ["LONGEST", "batch_of_prompts", "measure_batches"]
 
 LONGEST = 128
 """Most tokens of a prompt: one long prompt would pad every row to its length."""
 
 
-def _batch(tokenizer: Any, rows: int) -> dict[str, torch.Tensor]:
+def batch_of_prompts(tokenizer: Any, rows: int) -> dict[str, torch.Tensor]:
+    """Return the first short prompts of the package as one batch, padded at the left.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        rows: number of prompts.
+
+    Returns:
+        `input_ids` and `attention_mask`, each `(rows, longest)`.
+
+    Raises:
+        ValueError: there are not so many, or none are wanted.
+    """
     encoded = (encode_prompt(tokenizer, prompt.text)["input_ids"][0] for prompt in load_prompts())
     short = [tokens for tokens in encoded if len(tokens) <= LONGEST]
     if not 1 <= rows <= len(short):
@@ -78,7 +90,7 @@ def measure_batches(
     if samples:
         options |= {"do_sample": True, "temperature": 1.0, "num_return_sequences": samples}
     found = []
-    for count, batch in [(count, _batch(tokenizer, count)) for count in rows]:
+    for count, batch in [(count, batch_of_prompts(tokenizer, count)) for count in rows]:
         compared = compare(model, batch, options, repeats, fresh=_seeded)
         timings, texts = compared.timings, compared.texts
         plain = statistics.median(timing.tokens_per_second for timing in timings.by_method["plain"])

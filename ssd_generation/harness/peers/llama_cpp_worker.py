@@ -1,4 +1,4 @@
-"""Worker in whose process llama.cpp runs (see `run/child.py`): one model, one request at a time.
+"""Worker in whose process llama.cpp runs (see `run/child.py`): one model.
 
 It imports nothing of the package, so that its memory is llama.cpp's.
 """
@@ -10,6 +10,7 @@ import http.client
 import json
 import urllib.parse
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
@@ -23,7 +24,8 @@ class Worker:
     def do_load(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load the model `file`, with room for `context` tokens, to run on `threads` threads.
 
-        With `prefix_cache`, what was read of a prompt is stored for the next one.
+        With `prefix_cache`, what was read of a prompt is stored for the next one. `rows` is the number of texts that
+        `do_batch` decodes together, 1 by default.
         """
         import xllamacpp
 
@@ -31,7 +33,7 @@ class Worker:
         parameters.model.path = message["file"]
         parameters.n_ctx = message["context"]
         parameters.fit_params = False  # keep the given context, whatever memory is free
-        parameters.n_parallel = 1
+        parameters.n_parallel = message.get("rows", 1)
         parameters.n_gpu_layers = 0
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = message["threads"]
         self._caches = message["prefix_cache"]
@@ -63,3 +65,9 @@ class Worker:
         if "error" in answer:
             raise ValueError(answer["error"]["message"])
         return {"token_ids": answer["tokens"], "prompt_seconds": answer["timings"]["prompt_ms"] / 1000}
+
+    def do_batch(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Continue each of the token lists `rows` greedily by `new_tokens` tokens, all at the same time."""
+        requests = [{"input_ids": row, "new_tokens": message["new_tokens"]} for row in message["rows"]]
+        with ThreadPoolExecutor(len(requests)) as threads:
+            return {"token_ids": [answer["token_ids"] for answer in threads.map(self.do_call, requests)]}
