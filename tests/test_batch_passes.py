@@ -23,7 +23,8 @@ from ssd_generation import (
     enable_self_speculative,
 )
 from ssd_generation.drafting.drafter import Texts
-from ssd_generation.forward.captured.passes import CapturedPasses
+from ssd_generation.forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
+from ssd_generation.forward.captured.passes import CapturedPasses, captured_target
 from ssd_generation.forward.context import Context
 from ssd_generation.native import cache_table
 from ssd_generation.native.cache_table import FIELDS, HEADER, ONE_TEXT, LayerPlace, TextPlace
@@ -420,3 +421,21 @@ def test_drafts_of_many_texts_by_amx(
         assert model.last_speculation.exactness == "bitwise"
     seeded = decoded(model, batch, request=NOTHING, do_sample=True, top_k=30)
     assert decoded(model, batch, request=Lies(seeded), do_sample=True, top_k=30).equal(seeded)
+
+
+def test_a_wider_pass_is_used_until_capturing_pays() -> None:
+    batch = left_padded([21, 9, 16, 4, 20, 7])
+    model, other = model_of("llama"), model_of("llama")
+    expected = decoded(other, batch, request=NOTHING)
+    decoded(model, batch, new=1, request=NOTHING)  # with the check of the model
+    target = captured_target(model, BatchInvariance(NATIVE, WIDTHS))
+    assert target is not None
+    for width in [*target._programs]:
+        if width != 8:
+            del target._programs[width]
+    target._filled.clear()
+    target.program(8)
+    assert torch.equal(decoded(model, batch, new=7, request=NOTHING), expected[:, : 21 + 7])
+    assert list(target._programs) == [8] and target._filled == {6: pytest.approx(6 / 3)}
+    assert torch.equal(decoded(model, batch, request=NOTHING), expected)
+    assert 6 in target._programs and target._filled[6] == pytest.approx(2.0)
