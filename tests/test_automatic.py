@@ -24,7 +24,9 @@ from ssd_generation import (
     SkipConfig,
     enable_self_speculative,
 )
-from ssd_generation.forward.copies.low_bit import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
+from ssd_generation.forward.copies.copied_layers import estimated_bytes
+from ssd_generation.forward.copies.layer_copy import LowBitCopy
+from ssd_generation.forward.copies.low_bit import copy_bytes, drop_copies
 from ssd_generation.support import measurements, trusted
 from ssd_generation.support.measurements import cached_measurement
 from ssd_generation.support.model_state import state_of

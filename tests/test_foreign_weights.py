@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.captured.conditions import why_not_captured
-from ssd_generation.forward.copies.low_bit import check_precision
+from ssd_generation.forward.copies.copied_layers import check_precision
 from ssd_generation.forward.eager.row_by_row import ATTENTION, EVERYTHING, least_needed, row_by_row, run_row_by_row
 from ssd_generation.forward.structure.linears import CannotRead, dense
 from ssd_generation.forward.structure.sublayers import input_device

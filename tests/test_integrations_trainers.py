@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from other_programs import Recorded, plain_and_drafting
-from ssd_generation.forward.copies.low_bit import LowBitCopies, LowBitCopy
+from ssd_generation.forward.copies.layer_copy import LowBitCopy
+from ssd_generation.forward.copies.low_bit import LowBitCopies
 
 pytestmark = pytest.mark.integrations
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.copies import low_bit
+from ssd_generation.forward.copies import layer_copy
 from ssd_generation.native.ops.quantise import quantise_int8
 from tiny_models import even_model, left_padded, prompt
 from unpacking import unpack_int8
@@ -79,8 +79,8 @@ def test_copies_are_those_of_the_same_weights_row_by_row(
     for chosen in ({}, {"why_not": lambda: "not here"}):  # by JIT-compiled kernels, and by ATen's
         with monkeypatch.context() as patch:
             for attribute, value in chosen.items():
-                patch.setattr(low_bit, attribute, value)
-            one, other = (low_bit.LowBitCopy([(w, None)], precision) for w in (usual, weight))
+                patch.setattr(layer_copy, attribute, value)
+            one, other = (layer_copy.LowBitCopy([(w, None)], precision) for w in (usual, weight))
             for key, tensor in one.tensors().items():
                 assert torch.equal(tensor, other.tensors()[key])
 

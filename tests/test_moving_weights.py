@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ssd_generation import Costs, DraftingConfig, PrecisionConfig, SelfSpeculativeConfig, enable_self_speculative
 from ssd_generation.forward.captured.passes import CapturedPart
-from ssd_generation.forward.copies.low_bit import CopiesPart, LowBitCopies, LowBitCopy, copies_of
+from ssd_generation.forward.copies.layer_copy import LowBitCopy
+from ssd_generation.forward.copies.low_bit import CopiesPart, LowBitCopies, copies_of
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import automatic, moving_weights
 from ssd_generation.tuning.learnt import LearntPart

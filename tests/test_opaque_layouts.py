@@ -25,7 +25,7 @@ from ssd_generation import (
     is_self_speculative,
 )
 from ssd_generation.cli import main
-from ssd_generation.forward.copies.low_bit import _places
+from ssd_generation.forward.copies.copied_layers import places_of
 from ssd_generation.forward.structure import sublayers
 from ssd_generation.forward.structure.sublayers import layout_of, locate_sublayers
 from ssd_generation.search.layerwise import layerwise_skips
@@ -186,11 +186,11 @@ def _through_back(layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tor
 def test_copies_are_made_of_all_linear_layers_by_the_default() -> None:
     model = opaque_model("twice")
     whole = sum(isinstance(module, nn.Linear) for module in model.model.modules())
-    places = [place.name for place in _places(model, SkipConfig(), PrecisionConfig.named("int8"))[0]]
+    places = [place.name for place in places_of(model, SkipConfig(), PrecisionConfig.named("int8"))[0]]
     assert len(set(places)) == len(places) == whole + 1  # including the head
     by_name = PrecisionConfig(attention={0: "int8"})
-    assert len(_places(model, SkipConfig(), by_name)[0]) == 4
-    skipped = [place.name for place in _places(model, SkipConfig(attention=[1]), PrecisionConfig.named("int8"))[0]]
+    assert len(places_of(model, SkipConfig(), by_name)[0]) == 4
+    skipped = [place.name for place in places_of(model, SkipConfig(attention=[1]), PrecisionConfig.named("int8"))[0]]
     assert len(skipped) == len(places) - 4 and not any("layers.1.self_attn" in name for name in skipped)
 
 

@@ -25,18 +25,10 @@ from ssd_generation import (
 )
 from ssd_generation.cache.buffered_layers import DraftCache, add_buffers
 from ssd_generation.forward.captured import passes
-from ssd_generation.forward.copies import low_bit as precision
-from ssd_generation.forward.copies.low_bit import (
-    CopiesPart,
-    LowBitCopies,
-    LowBitCopy,
-    check_precision,
-    copies_of,
-    copy_bytes,
-    drop_copies,
-    estimated_bytes,
-    refused_shape,
-)
+from ssd_generation.forward.copies import copied_layers, layer_copy
+from ssd_generation.forward.copies.copied_layers import check_precision, estimated_bytes
+from ssd_generation.forward.copies.layer_copy import LowBitCopy, refused_shape
+from ssd_generation.forward.copies.low_bit import CopiesPart, LowBitCopies, copies_of, copy_bytes, drop_copies
 from ssd_generation.forward.structure.skip_mode import SkipMode
 from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.model_state import state_of
@@ -88,7 +80,7 @@ weights = st.builds(
 @given(weights)
 def test_int8_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
     weight, _ = case
-    q, scales = precision._to_int8([weight])
+    q, scales = layer_copy._to_int8([weight])
     assert q.dtype == torch.int8 and scales.dtype == torch.bfloat16 and q.abs().max() <= 127
     scale = scales.float()[:, None]
     # Where the scale was rounded down, the largest weights are clipped to 127 steps.
@@ -101,7 +93,7 @@ def test_int8_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
 @given(weights)
 def test_int4_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
     weight, group = case
-    q, packed = precision._to_int4([weight], group)
+    q, packed = layer_copy._to_int4([weight], group)
     rows, groups = weight.shape[0], weight.shape[1] // group
     assert q.shape == weight.shape and packed.shape == (groups, rows, 2)
     assert q.min() >= 0 and q.max() <= 15
@@ -117,9 +109,9 @@ def test_int4_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
 
 def test_large_weights_are_quantised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(48, 64)
-    whole = [*precision._to_int8([weight]), *precision._to_int4([weight], 32)]
-    monkeypatch.setattr(precision, "_ROWS", 64 * 5)
-    for a, b in zip(whole, [*precision._to_int8([weight]), *precision._to_int4([weight], 32)], strict=True):
+    whole = [*layer_copy._to_int8([weight]), *layer_copy._to_int4([weight], 32)]
+    monkeypatch.setattr(layer_copy, "_ROWS", 64 * 5)
+    for a, b in zip(whole, [*layer_copy._to_int8([weight]), *layer_copy._to_int4([weight], 32)], strict=True):
         assert torch.equal(a, b)
 
 
@@ -135,7 +127,7 @@ def test_the_kernels_compute_what_the_copy_says(
     name: str, dtype: torch.dtype, rows: int, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(precision, "why_not", lambda: "of the test")
+        monkeypatch.setattr(layer_copy, "why_not", lambda: "of the test")
     elif why_not() is not None:
         pytest.skip("no code can be made here")
     columns = 192 if native else 96
@@ -147,7 +139,7 @@ def test_the_kernels_compute_what_the_copy_says(
     elif native:
         meant = unpack_int4(copy.weight, copy.scales)
     else:
-        q, packed = precision._to_int4([weight], 32)
+        q, packed = layer_copy._to_int4([weight], 32)
         scale, offset = (packed[..., i].float().T[:, :, None] for i in (0, 1))
         meant = ((q.view(48, 3, 32) - 8) * scale + offset).reshape(48, 96)
     x = torch.randn(rows, columns).to(torch.bfloat16)
@@ -278,13 +270,13 @@ def test_one_that_does_not_fit_is_not_taken_along() -> None:
     # The key's 24 rows do not fit int4, and must not keep the query's 48 from being copied.
     parent = nn.Module()
     parent.q_proj, parent.k_proj, parent.v_proj = (nn.Linear(32, rows, bias=False) for rows in (48, 24, 48))
-    places = [precision._Place(f"a.{name}", module, "int4") for name, module in parent.named_children()]
-    assert [[place.name for place in group] for group in precision._groups(places, 32)] == [
+    places = [copied_layers.Place(f"a.{name}", module, "int4") for name, module in parent.named_children()]
+    assert [[place.name for place in group] for group in copied_layers._groups(places, 32)] == [
         ["a.q_proj"],
         ["a.k_proj"],
         ["a.v_proj"],
     ]
-    assert [len(group) for group in precision._groups([places[0], *places[2:]], 32)] == [1, 1]  # not neighbours
+    assert [len(group) for group in copied_layers._groups([places[0], *places[2:]], 32)] == [1, 1]  # not neighbours
 
 
 # --- refusals

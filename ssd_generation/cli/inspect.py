@@ -216,7 +216,7 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
 def _describe_copies(model: PreTrainedModel) -> dict[str, int]:
     """Estimate the bytes of int4 copies, and of all that a draft holds in memory of an offloaded model."""
     from ..config import PrecisionConfig, SkipConfig
-    from ..forward.copies.low_bit import estimated_bytes
+    from ..forward.copies.copied_layers import estimated_bytes
     from ..forward.copies.resident import resident_bytes
 
     int4 = PrecisionConfig.named("int4")

@@ -25,7 +25,8 @@ import torch
 
 from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..forward.captured.linear_kernels import linear_of_few_rows
-from ..forward.copies.low_bit import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
+from ..forward.copies.copied_layers import check_precision
+from ..forward.copies.low_bit import LowBitCopies, copies_of, copy_bytes, drop_copies
 from ..forward.structure.sublayers import locate_sublayers
 from ..generation import require_drafts
 from ..support.devices import wait_for

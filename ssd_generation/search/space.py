@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import PRECISIONS, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from ..forward.copies.low_bit import check_precision, estimated_bytes
+from ..forward.copies.copied_layers import check_precision, estimated_bytes
 from ..forward.structure.sublayers import locate_sublayers
 from ..tuning.automatic import weight_bytes
 

@@ -12,7 +12,8 @@ import torch
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.policy import CostAwarePolicy
 from ..forward.captured.passes import skip_mode_of
-from ..forward.copies.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
+from ..forward.copies.copied_layers import check_precision, estimated_bytes
+from ..forward.copies.low_bit import copies_of, copy_bytes, drop_copies, keep_only
 from ..forward.copies.resident import check_memory, resident_bytes, why_not_resident
 from ..forward.cuda_graph.graph_passes import why_no_graphs
 from ..forward.structure.linears import has_foreign

@@ -23,7 +23,7 @@ from ...native.ops.pointwise import Part, likeness, mean_step, pointwise_step
 from ...native.ops.rows import gated_silu, rms_norm, rotary
 from ...native.ops.states import STEPS
 from ...native.sequence import Block, Operand, Step, make_list
-from ..copies.low_bit import LowBitCopy
+from ..copies.layer_copy import LowBitCopy
 from .fx_graph import CapturedPass
 from .latent_attention import HeadLayers
 from .rewrites import written_nodes

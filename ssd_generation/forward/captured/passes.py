@@ -29,7 +29,8 @@ from ...support.attributes import left_as_it_was
 from ...support.garbage import no_collections
 from ...support.model_state import Part, state_of
 from ...support.recent import recent
-from ..copies.low_bit import LowBitCopies, LowBitCopy, copies_of
+from ..copies.layer_copy import LowBitCopy
+from ..copies.low_bit import LowBitCopies, copies_of
 from ..structure.adapters import adapters_in_use
 from ..structure.skip_mode import SkipMode
 from ..structure.sublayers import layout_of

@@ -45,7 +45,9 @@ from ..structure.offloaded import (
     why_unreadable,
 )
 from ..structure.sublayers import LayoutPart, input_device, layout_of
-from .low_bit import CopiesPart, LowBitCopies, LowBitCopy, check_precision, estimated_bytes, packing
+from .copied_layers import check_precision, estimated_bytes
+from .layer_copy import LowBitCopy, packing
+from .low_bit import CopiesPart, LowBitCopies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
