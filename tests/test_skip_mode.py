@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ssd_generation import SkipConfig, draft_mode
+from ssd_generation.forward.structure.layouts import SubLayer
 from ssd_generation.forward.structure.skip_mode import SkipMode
-from ssd_generation.forward.structure.sublayers import SubLayer, locate_sublayers
+from ssd_generation.forward.structure.sublayers import locate_sublayers
 from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, LAYERS, left_padded, prompt, tiny_model
 

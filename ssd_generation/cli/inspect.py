@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..config import SelfSpeculativeConfig, SkipConfig
-    from ..forward.structure.sublayers import DecoderLayout, SubLayer
+    from ..forward.structure.layouts import DecoderLayout, SubLayer
 
 HELP = """List a model's layers and sub-layers, and what a config would leave out.
 

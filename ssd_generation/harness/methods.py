@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
-from ..forward.structure.sublayers import DecoderLayout, locate_sublayers
+from ..forward.structure.layouts import DecoderLayout
+from ..forward.structure.sublayers import locate_sublayers
 from .peer_methods import PeerModel, check_peer_method, check_unused, is_peer
 
 __all__ = [

@@ -16,8 +16,9 @@ import torch
 
 from ..config import SkipConfig
 from ..decoding.verified_text import VerifiedText
+from ..forward.structure.layouts import LayerLayout
 from ..forward.structure.skip_mode import SkipMode
-from ..forward.structure.sublayers import LayerLayout, locate_sublayers
+from ..forward.structure.sublayers import locate_sublayers
 from ..tuning.acceptance import round_inputs
 
 if TYPE_CHECKING:
