@@ -354,7 +354,7 @@ def test_a_comparison_of_methods_is_only_read(
     one = tmp_path / "one"
     one.mkdir()
     notes(one / "studies.db")
-    for content, expected in (("[" * 1000, "deeper"), ("[]", "no study in"), ('{"methods": 3}', "no study in")):
+    for content, expected in (("[" * 100_000, "deeper"), ("[]", "no study in"), ('{"methods": 3}', "no study in")):
         (one / "methods.json").write_text(content)
         untouched = Untouched(one)
         assert expected in told(one)
