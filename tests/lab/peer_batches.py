@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ssd_generation.generation import enable_self_speculative
-from ssd_generation.harness.peers import LlamaCpp, OpenVino
+from ssd_generation.harness.results import spread
 from ssd_generation.harness.run import Child, interleaved
 from ssd_generation.models import load_model
 
 from .batches import LONGEST, batch_of_prompts
 from .program import Program, conditions
+from .runtimes import add_runtimes, answer_of, runtimes
 from .side_by_side import METHODS, greedy_options
 from .tables import as_markdown
 
@@ -38,7 +36,7 @@ Decode = Callable[[], int]
 """Decodes a batch; returns the number of new tokens."""
 
 
-def measure_rows(ways: dict[str, Decode], repeats: int) -> dict[str, dict[str, float]]:
+def measure_rows(ways: dict[str, Decode], repeats: int) -> dict[str, Any]:
     """Time ways to decode a batch, interleaved.
 
     Args:
@@ -46,7 +44,7 @@ def measure_rows(ways: dict[str, Decode], repeats: int) -> dict[str, dict[str, f
         repeats: timed calls of each, after one to warm up.
 
     Returns:
-        For each: `median`, `min` and `max` of the tokens per second.
+        For each the tokens per second, as `spread` gives them.
     """
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in interleaved(list(ways), repeats):
@@ -54,9 +52,7 @@ def measure_rows(ways: dict[str, Decode], repeats: int) -> dict[str, dict[str, f
         tokens = ways[turn.method]()
         if not turn.is_warm_up:
             found[turn.method].append(tokens / (time.perf_counter() - began))
-    return {
-        name: {"median": statistics.median(all_), "min": min(all_), "max": max(all_)} for name, all_ in found.items()
-    }
+    return {name: spread(rates) for name, rates in found.items()}
 
 
 def _by_transformers(model: Any, batch: dict[str, torch.Tensor], options: dict[str, Any], request: Any) -> int:
@@ -66,10 +62,7 @@ def _by_transformers(model: Any, batch: dict[str, torch.Tensor], options: dict[s
 
 
 def _by_runtime(child: Child, rows: list[list[int]], new_tokens: int) -> int:
-    answer = child.request("batch", rows=rows, new_tokens=new_tokens)
-    if "error" in answer:
-        raise RuntimeError(answer["error"])
-    return sum(map(len, answer["token_ids"]))
+    return sum(map(len, answer_of(child, "batch", rows=rows, new_tokens=new_tokens)["token_ids"]))
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -80,17 +73,14 @@ def main(words: Sequence[str] | None = None) -> None:
     """
     program = Program("peer_batches", __doc__)
     program.add_model(dtype="bfloat16")
-    program.add_argument("--gguf", nargs="*", default=[], help="files for llama.cpp")
-    program.add_argument("--openvino", nargs="*", default=[], help="folders for OpenVINO GenAI")
+    add_runtimes(program)
     program.add_argument("--rows", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="prompts in a batch")
     program.add_counts(new_tokens=48, repeats=3)
     program.add_json()
     arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     enable_self_speculative(model)
-    precision = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}[arguments.dtype]
-    settings = {"threads": torch.get_num_threads(), "precision": precision, "prefix_cache": False}
-    found: dict[int, dict[str, dict[str, float]]] = {}
+    found: dict[int, dict[str, Any]] = {}
     for count in arguments.rows:
         batch = batch_of_prompts(tokenizer, count)
         options = greedy_options(arguments.new_tokens)
@@ -99,16 +89,10 @@ def main(words: Sequence[str] | None = None) -> None:
             for name in ("plain", "nothing", "auto")
         }
         kept = [ids[mask != 0].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+        room = count * (LONGEST + arguments.new_tokens)
         with contextlib.ExitStack() as children:
-            for runtime, files in ((LlamaCpp, arguments.gguf), (OpenVino, arguments.openvino)):
-                for file in files:
-                    name = f"{runtime.name}, {Path(file).name}"
-                    child = children.enter_context(Child(name, runtime.worker))
-                    room = count * (LONGEST + arguments.new_tokens)
-                    answer = child.request("load", file=file, context=room, rows=count, **settings)
-                    if "error" in answer:
-                        sys.exit(f"{name} cannot be loaded: {answer['error']}")
-                    ways[name] = partial(_by_runtime, child, kept, arguments.new_tokens)
+            for name, child in runtimes(arguments, children, context=room, rows=count, prefix_cache=False):
+                ways[name] = partial(_by_runtime, child, kept, arguments.new_tokens)
             found[count] = measure_rows(ways, arguments.repeats)
     if arguments.json:
         print(json.dumps({"conditions": conditions(arguments), "found": found}))

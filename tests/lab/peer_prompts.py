@@ -13,24 +13,23 @@ run one after the other, the other runtimes in a process each.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from ssd_generation.generation import enable_self_speculative
-from ssd_generation.harness.peers import LlamaCpp, OpenVino
 from ssd_generation.harness.run import Child
 from ssd_generation.models import load_model
 
 from .program import Program, conditions
 from .prompts import NEW_TOKENS, generate_greedily, questions, tokens_of
+from .runtimes import add_runtimes, answer_of, runtimes
 from .tables import as_markdown
 
 __all__ = ["measure"]
@@ -100,10 +99,7 @@ def _asking_of(child: Child) -> Ask:
     """Return a way to ask another runtime, which has a model."""
 
     def ask(ids: list[int], new_tokens: int) -> list[int]:
-        answer = child.request("call", input_ids=ids, new_tokens=new_tokens)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return list(answer["token_ids"])
+        return list(answer_of(child, "call", input_ids=ids, new_tokens=new_tokens)["token_ids"])
 
     return ask
 
@@ -116,14 +112,12 @@ def main(words: Sequence[str] | None = None) -> None:
     """
     program = Program("peer_prompts", __doc__)
     program.add_model(dtype="bfloat16")
-    program.add_argument("--gguf", nargs="*", default=[], help="files for llama.cpp")
-    program.add_argument("--openvino", nargs="*", default=[], help="folders for OpenVINO GenAI")
+    add_runtimes(program)
     program.add_argument("--lengths", type=int, nargs="*", default=[64, 256, 500, 2000], help="tokens of prompts")
     program.add_counts(repeats=3, turns=10, document=2000)
     program.add_json()
     arguments = program.parsed(words)
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
-    precision = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}[arguments.dtype]
     model, _ = load_model(arguments.model, dtype=arguments.dtype)
     model = enable_self_speculative(model.eval(), prefix_cache="2GB")
     counts = arguments.lengths, arguments.repeats, arguments.document, arguments.turns
@@ -133,15 +127,10 @@ def main(words: Sequence[str] | None = None) -> None:
         '`"auto"`, `prefix_cache`': measure(_asking(model, "auto"), tokenizer, *counts),
     }
     del model
-    settings = {"threads": torch.get_num_threads(), "precision": precision, "context": _CONTEXT, "prefix_cache": True}
-    for runtime, files in ((LlamaCpp, arguments.gguf), (OpenVino, arguments.openvino)):
-        for file in files:
-            name = f"{runtime.name}, {Path(file).name}"
-            with Child(name, runtime.worker) as child:
-                answer = child.request("load", file=file, **settings)
-                if "error" in answer:
-                    sys.exit(f"{name} cannot be loaded: {answer['error']}")
-                found[name] = measure(_asking_of(child), tokenizer, *counts)
+    with contextlib.ExitStack() as children:
+        for name, child in runtimes(arguments, children, context=_CONTEXT, prefix_cache=True):
+            found[name] = measure(_asking_of(child), tokenizer, *counts)
+            children.close()  # one at a time: they leave their memory to the next
     if arguments.json:
         print(json.dumps({"conditions": conditions(arguments), "found": found}))
         return

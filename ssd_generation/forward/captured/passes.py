@@ -7,7 +7,6 @@ modules, same weights, no hooks, nothing patched. Where a pass cannot be capture
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -210,9 +209,11 @@ class CapturedPasses:
 
     def _wider(self, own: int) -> int | None:
         """Return the width of a captured pass that replaces one not captured so far; `None` where that one is due."""
-        known = [width for width, program in self._programs.items() if program is not None and width > own]
-        lost = self._filled.get(own, 0.0) + min(known, default=math.inf) / own - 1.0
-        return min(known) if lost <= _MOST_FILLED else None
+        known = (width for width, program in self._programs.items() if program is not None and width > own)
+        wider = min(known, default=None)
+        if wider is None or self._filled.get(own, 0.0) + wider / own - 1.0 > _MOST_FILLED:
+            return None
+        return wider
 
     def _program_for(self, width: int, texts: Sequence[TextPlace]) -> Program | None:
         """Return the pass of this width, where it can attend in several rows of a cache or need not."""

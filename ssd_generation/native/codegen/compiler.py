@@ -37,7 +37,8 @@ _replaced: list[Any] = []
 """Engines that lacked a function, retained since addresses in their code may be in use."""
 
 AMX = "SSD_GENERATION_AMX"
-"""Environment variable that asks for AMX by `1`: passes over a single token take up to a tenth longer by it so far."""
+"""Environment variable: `1` uses AMX in all passes, though those over a single token take up to a tenth longer by it,
+`0` in none. Without it batches of several texts use AMX."""
 
 _X86 = ("x86_64", "amd64")
 
