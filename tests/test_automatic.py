@@ -552,6 +552,13 @@ def test_measured_costs_are_sensible(model: Any) -> None:
 
 
 @pytest.mark.measures
+def test_a_slow_model_is_timed_at_fewer_lengths(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_SLOW", 0.0)
+    found = measure_costs(model, SelfSpeculativeConfig(SkipConfig(mlp=[0, 1])))
+    assert [n for n, _ in found.verify] == [1, 3, 5, 8, 13] and found.draft_step > 0
+
+
+@pytest.mark.measures
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # captured, and run eagerly
 def test_auto_with_costs_measured_here(family: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "_STEADY", float("inf"))  # other work may share the machine with a test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from ssd_generation.forward.captured.linear_kernels import KERNELS, linear_of_few_rows
+from ssd_generation.native import ahead
 from ssd_generation.native.codegen import compiler, pool
 from ssd_generation.native.ops import kernels, linear
 from ssd_generation.native.ops.linear import Linear, native_linear
@@ -383,6 +385,28 @@ def test_libraries_that_are_none(forgetful: None, monkeypatch: pytest.MonkeyPatc
 
 # ----------------------------------------------------------------------------------------------------------------------
 # compiled code on the disk
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_kernels_of_layers_are_compiled_in_a_thread(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(ahead, "linear_kernel", lambda *parts: asked.append(linear.linear_kernel(*parts)))
+    for _ in range(2):
+        ahead.compile_ahead(dtype)
+        for thread in threading.enumerate():
+            if thread.name.startswith("ssd_generation"):
+                thread.join()
+    packed, scales = quantise_int4([torch.randn(32, 64)], 32)
+    layers: list[Any] = [
+        made(*random_layer(8, 16, dtype)),
+        linear.NativeLinear(packed, None, torch.bfloat16, scales, 32),
+    ]
+    if dtype is torch.float32:
+        packed, scales = quantise_int8([torch.randn(32, 64)], linear.can_pack_int8(32, 64))
+        layers.append(linear.NativeLinear(packed, None, torch.bfloat16, scales))
+    assert asked == [layer.parts()[0] for layer in layers], "kernels that a call uses"
+
 
 MODULE = """
 define void @run() { ret void }

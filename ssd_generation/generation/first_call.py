@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cache.recurrent import has_states
 from ..forward.eager.module_states import module_states
 from ..forward.structure.offloaded import is_offloaded
+from ..native.ahead import compile_ahead
 from ..support.attributes import left_as_it_was
 from ..support.forks import ForkSafeRLock
 from ..support.model_state import Part, state_of
@@ -158,6 +159,8 @@ class FirstCall:
 
     def _in_parts(self) -> Iterator[None]:
         model = self._request.model
+        compile_ahead(model.dtype)
+        yield
         batch_invariance_to_check(model, None)  # which captures passes and compiles their kernels
         yield
         if self._check().refusal is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..forward.structure.sublayers import input_device
+from ..native.ahead import compile_ahead
 from ..support.model_state import state_of
 from ..support.once import looking_once
 from ..tuning.learnt import LearntPart
@@ -75,6 +77,8 @@ def prepare(request: Request, generate_of: GenerateOf) -> Call:
             call.first = FirstCall(request, partial(check, model, generate_of, tokenizer=tokenizer))
             call.refusal = MEASURED_MEANWHILE
             return call
+        if request.is_auto and input_device(model).type == "cpu":
+            compile_ahead(model.dtype)
         state_of(model).get(LearntPart).learn_of(weights_in_use(model))
         call.refusal = check(model, generate_of, tokenizer=tokenizer, exactness=request.exactness).refusal
         if request.is_auto and call.refusal is None:

@@ -68,6 +68,10 @@ _ENOUGH_SECONDS = 0.1
 """Seconds for each pass, and the plain step: beyond their sum `_REPEATS` repetitions are enough."""
 _SECONDS = 5.0
 """Seconds beyond which fewer repetitions are enough: a large model's passes vary less."""
+_SLOW = 0.05
+"""Seconds of a plain step from which on half of the lengths and `_SLOW_REPEATS` repetitions are enough: a first call
+waits for them, and the times of long passes vary less."""
+_SLOW_REPEATS = 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -144,14 +148,20 @@ def _measure(
     with (
         torch.no_grad(),
         progress_bar(
-            len(lengths) + 1 + _REPEATS * (len(lengths) + -(-len(lengths) // 2)),
+            _count(lengths, _REPEATS),
             f"Measuring the cost of {what}{'' if rows == 1 else f' in batches of {rows}'} here, once",
             shows=shows,
         ) as bar,
     ):
         passes = Passes(model, config, plan=_plan(model, asked, rows), rows=rows)
         passes.settle()
-        for length in (1, *lengths):
+        passes.once(1)  # capture, first touch
+        is_slow = broadcast(model, passes.once(1) >= _SLOW)
+        least = _SLOW_REPEATS if is_slow else _REPEATS
+        if is_slow:
+            lengths = lengths[::-2][::-1]  # the longest among them
+            bar.reset(_count(lengths, least))
+        for length in lengths:
             passes.once(length)  # capture, first touch
             bar.update()
         timings = time_in_turns(
@@ -159,14 +169,19 @@ def _measure(
             {length: partial(passes.once, length) for length in lengths},
             # Processes that compute one model together stop together.
             is_over=lambda repeats, spent: broadcast(
-                model, spent > (_ENOUGH_SECONDS * (1 + len(lengths)) if repeats >= _REPEATS else _SECONDS)
+                model, spent > (_ENOUGH_SECONDS * (1 + len(lengths)) if repeats >= least else _SECONDS)
             ),
-            progress=lambda repeats, count: bar.update(count) if repeats < _REPEATS else None,
+            progress=lambda repeats, count: bar.update(count) if repeats < least else None,
         )
         passes.end()
     return flag_if_noisy(
         {1: timings.plain} | {length: timings.plain * timings.ratio(length) for length in lengths}, timings.seconds
     )
+
+
+def _count(lengths: Sequence[int], repeats: int) -> int:
+    """Return the number of passes that `_measure` makes at least: the first ones, and repetitions with plain steps."""
+    return len(lengths) + repeats * (len(lengths) + -(-len(lengths) // 2))
 
 
 class Passes:

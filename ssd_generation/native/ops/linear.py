@@ -15,7 +15,9 @@ __all__ = [
     "Linear",
     "NativeLinear",
     "can_pack_int8",
+    "linear_kernel",
     "native_linear",
+    "packs_int8",
     "takes",
 ]
 
@@ -85,13 +87,7 @@ class NativeLinear:
         self.held: tuple[Any, ...] = (*tensors, self._layer)  # for as long as their addresses are used
         self._most = max(1, self.rows * self.columns // _SHARE)
         self._per_thread = 2 if weight.dtype is torch.uint8 else 4  # packed: each item prepares x first
-        if group:
-            self._kernel = kernel("int4", NAMES[activation], group, integer_products())
-        elif weight.dtype is torch.uint8:
-            self._kernel = kernel("int8", NAMES[activation])
-        else:
-            stored = "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
-            self._kernel = kernel("linear", stored, NAMES[activation], registers(), sums or bfloat16_sums())
+        self._kernel = linear_kernel(weight.dtype, activation, group, sums)
         address, how, layer = self.parts()
         self._own = record(address, how, layer, 3, 0, 4, 0)
         self._address = ctypes.addressof(self._own)
@@ -114,9 +110,34 @@ class NativeLinear:
         return y
 
 
+def linear_kernel(stored: torch.dtype, activation: torch.dtype, group: int = 0, sums: str | None = None) -> int:
+    """Return the address of the kernel of linear layers, with arguments as in `NativeLinear`.
+
+    Args:
+        stored: type of the weight; `torch.uint8` where it is packed.
+        activation: type of inputs and outputs.
+        group: number of columns that share a scale under int4.
+        sums: how products of bfloat16 numbers are added.
+
+    Raises:
+        RuntimeError: no code can be compiled here.
+    """
+    if group:
+        return kernel("int4", NAMES[activation], group, integer_products())
+    if stored is torch.uint8:
+        return kernel("int8", NAMES[activation])
+    name = "int8" if stored is torch.int8 else NAMES[stored]
+    return kernel("linear", name, NAMES[activation], registers(), sums or bfloat16_sums())
+
+
+def packs_int8() -> bool:
+    """Tell whether the kernel for packed 8-bit layers runs on this processor."""
+    return integer_products() == "avx512"
+
+
 def can_pack_int8(rows: int, columns: int) -> bool:
     """Tell whether there is a kernel here for a packed 8-bit layer of this shape."""
-    return integer_products() == "avx512" and rows % 16 == 0 and columns % 32 == 0 and columns <= _WIDEST_INT8
+    return packs_int8() and rows % 16 == 0 and columns % 32 == 0 and columns <= _WIDEST_INT8
 
 
 def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
