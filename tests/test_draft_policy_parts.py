@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ssd_generation.config import Costs
 from ssd_generation.drafting.policy import NO_MATCH, Match
+from ssd_generation.drafting.policy.base import LEAD
 from ssd_generation.drafting.policy.budget import (
     Account,
     Budget,
@@ -240,12 +241,12 @@ def test_what_is_affordable_is_the_most_that_the_balance_pays(
     assert drafted == 0 or prices.rounds[drafted] - 1.0 <= balance
     assert all(prices.rounds[k] - 1.0 > balance for k in range(drafted + 1, longest + 1))
     for depth in (0, longest):
-        count = affordable_copy(balance, depth, copied, prices)
-        assert 0 <= count <= copied
         extra = [price - prices.last_pass(depth) for price in prices.verify[1 + depth :]]
+        count = affordable_copy(balance, copied, extra)
+        assert 0 <= count <= copied
         assert count == 0 or extra[count] <= balance + 1e-9
         assert all(extra[m] > balance - 1e-9 for m in range(count + 1, copied + 1))
-    assert affordable_copy(balance, 0, -1, prices) == 0
+    assert affordable_copy(balance, -1, prices.verify) == 0
 
 
 @pytest.mark.parametrize(
@@ -262,6 +263,40 @@ def test_what_is_affordable_is_the_most_that_the_balance_pays(
 )
 def test_a_batch_gains_by_its_slowest_row(right: int, rows: int, advance: int | None, expected: float) -> None:
     assert gain_per_token(right, rows, advance) == expected
+
+
+def test_in_a_packed_pass_a_copy_costs_what_its_row_adds() -> None:
+    prices = _prices(0.5, (1.0, 1.2, 2.0))  # passes over 1, 2 and 4 tokens of each row
+    budget = Budget(prices, 0.01)
+    budget.begin_round([20, 21, 20, 22], 0)
+    assert budget.copy_prices(0, 3) == pytest.approx([0.0, 0.2, 0.6, 1.0]), "as wide for all rows as for this one"
+    budget.begin_round([20, 21, 20, 22], 4)
+    assert budget.copy_prices(0, 5) == pytest.approx([0.0, 0.2, 0.2, 0.2, 0.2, 0.6])
+    budget.pay_copy(1, 0.2)
+    assert budget.copy_prices(0, 4) == pytest.approx([0.0, 0.0, 0.0, 0.0, 0.4]), "the first copy has paid"
+    assert budget.left_for_copies == pytest.approx(budget.copying.balance - 0.2)
+    # Four tokens were copied, one of them right, and the slowest row came two tokens further.
+    before = budget.copying.balance
+    budget.begin_row(False)
+    for copied, right in ((1, 0), (3, 1)):
+        budget.report(0, 0, copied, right)
+    budget.begin_round([22, 22, 21, 23], 4)
+    budget.settle(False)
+    assert budget.copying.balance == pytest.approx(before + 0.0 - 0.2)
+    assert budget.share == 1.0
+
+
+def test_rows_ahead_draft_as_far_as_the_slowest_row_gains() -> None:
+    budget, lengths = Budget(_prices(0.5, (1.0, 1.2)), 0.01), [20, 20]
+    assert budget.lead == LEAD
+    for _ in range(40):
+        budget.begin_round(lengths, 2)
+        lengths = [lengths[0] + 1, lengths[1] + 4]
+    assert budget.lead == 0, "it gains nothing"
+    for _ in range(40):
+        budget.begin_round(lengths, 2)
+        lengths = [lengths[0] + 3, lengths[1] + 3]
+    assert budget.lead > LEAD
 
 
 @given(
@@ -402,15 +437,13 @@ def test_at_the_longest_draft_nothing_is_worth_drafting() -> None:
 def test_the_best_copy_has_the_most_value(
     prices: Prices, gains: list[float], weight: float, depth: int, longest: int, rate: float
 ) -> None:
-    count, value = best_copy(gains, weight, depth, longest, prices, rate)
-    values = [
-        weight * gains[m] - rate * (prices.verify[1 + depth + m] - prices.last_pass(depth))
-        for m in range(1, longest + 1)
-    ]
+    extra = [price - prices.last_pass(depth) for price in prices.verify[1 + depth :]]
+    count, value = best_copy(gains, weight, longest, extra, rate)
+    values = [weight * gains[m] - rate * extra[m] for m in range(1, longest + 1)]
     assert 0 <= count <= longest
     assert value == max([0.0, *values]) and (count == 0 or values[count - 1] == value)
     # The more likely it is to be reached, the longer the copy.
-    surer, worth = best_copy(gains, min(1.0, weight + 0.2), depth, longest, prices, rate)
+    surer, worth = best_copy(gains, min(1.0, weight + 0.2), longest, extra, rate)
     assert worth >= value and surer >= count
 
 

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from ..cache.buffered_layers import BufferedLayer, move_rows, reaches_back
-from ..forward.context import Context
+from ..forward.context import Context, move_mask
 from ..support.devices import sent
 
 __all__ = ["Alignment"]
 
 
 class Alignment:
-    """Right alignment of B texts in the KV cache: all rows end where the longest does.
+    """Alignment of B texts in the KV cache.
 
-    A row that lags by `shifts[r]` slots has as many masked slots on its left, which every model supports as padding.
+    Kernels for several texts leave each row in the columns of the output; a row then ends `shifts[r]` slots before the
+    longest (`Context.lags`). The model's own code needs rows that end at one slot: there a row that lags has as many
+    masked slots on its left, which every model supports as padding.
 
     Args:
         context: context that the next pass continues; its cache, mask and positions are the prompt's.
@@ -53,14 +55,16 @@ class Alignment:
         lengths = [context.length - shift + count for shift, count in zip(self.shifts, added, strict=True)]
         longest = max(lengths)
         shifts = [longest - length for length in lengths]
-        moves = [now - before for now, before in zip(shifts, self.shifts, strict=True)]
+        stays = context.lags is not None or (self._batch > 1 and not any(self.shifts) and context.may_lag)
+        moves = [0 if stays else now - before for now, before in zip(shifts, self.shifts, strict=True)]
         move_rows(context.cache, moves, longest)
         if context.mask is None and any(moves):
             context.mask = torch.ones((self._batch, context.length + 1), dtype=torch.long, device=self._device)
         if context.mask is not None:
             # The mask covers the pending token, too.
             context.mask = torch.nn.functional.pad(context.mask, (0, longest - context.length), value=1)
-            _move_mask(context.mask, moves)
+            move_mask(context.mask, moves)
+        context.lags = shifts if stays and any(shifts) else None
         context.length, self.shifts = longest, shifts
         if context.positions is not None:
             if len(set(added)) == 1:
@@ -86,19 +90,24 @@ class Alignment:
         if self.context.checkpoint is not None:
             self.context.checkpoint.end(self.context.cache, slots)
             return
+        moves = self._moves_back()
         for layer in self.context.cache.layers:  # each layer separately
             if isinstance(layer, BufferedLayer):
-                layer.move_rows([-shift for shift in self.shifts], slots)
+                layer.move_rows(moves, slots)
             elif layer.get_seq_length() > slots:
                 layer.crop(slots - layer.get_seq_length())
 
     def align(self, slots: int) -> None:
         """Align the cache as plain decoding leaves it: `slots` slots, in the columns of the output."""
-        moves = [-shift for shift in self.shifts]
+        moves = self._moves_back()
         move_rows(self.context.cache, moves, slots)
         if self.context.mask is not None:
-            _move_mask(self.context.mask, moves)
-        self.shifts = [0] * self._batch
+            move_mask(self.context.mask, moves)
+        self.shifts, self.context.lags = [0] * self._batch, None
+
+    def _moves_back(self) -> list[int]:
+        """Return the moves that bring each row into the columns of the output."""
+        return [0 if self.context.lags is not None else -shift for shift in self.shifts]
 
     def go_to(self, slot: int, mask: torch.Tensor | None) -> None:
         """Go back to a slot of the aligned cache, to run a pass over the tokens from there on.
@@ -122,14 +131,3 @@ class Alignment:
         count = self.context.length + 1 - self.prompt_slots
         later = self._prompt_positions[..., -1:] + torch.arange(1, count + 1, device=self._device)
         return torch.cat((self._prompt_positions, later), dim=-1)
-
-
-def _move_mask(mask: torch.Tensor, moves: Sequence[int]) -> None:
-    """Move each row of a mask over slots as `move_rows` moves the slots, in place."""
-    for row, move in enumerate(moves):
-        if move > 0:
-            mask[row, move:] = mask[row, :-move].clone()
-            mask[row, :move] = 0
-        elif move < 0:
-            mask[row, :move] = mask[row, -move:].clone()
-            mask[row, move:] = 1

@@ -163,7 +163,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
 class _Text:
     """Single text of transformers' loop, as a drafter sees it (`Texts`)."""
 
-    batch = 1
+    batch, lockstep = 1, False
 
     def __init__(
         self, input_ids: torch.Tensor, context: Context, processors: LogitsProcessorList, samples: bool

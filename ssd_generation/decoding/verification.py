@@ -178,8 +178,8 @@ class Verifier:
             tokens = tokens.clone()
             tokens[padded] = rows.limits.pad_token_id
         block = torch.cat((rows.pending, tokens), dim=1) if tokens.shape[1] else rows.pending
-        going = None if rows.lockstep else [row for row, goes in enumerate(active) if goes]
-        return _Verified(tokens, padded, self._forward.target(block, rows.context, rows.whole_text(), going))
+        counts = None if rows.lockstep else [(1 + n) * goes for n, goes in zip(draft.lengths, active, strict=True)]
+        return _Verified(tokens, padded, self._forward.target(block, rows.context, rows.whole_text(), counts))
 
     def _at_once(
         self,

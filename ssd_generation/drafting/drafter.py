@@ -32,6 +32,10 @@ class Texts(Protocol):
         """Number of rows, B."""
 
     @property
+    def lockstep(self) -> bool:
+        """True if all rows take the same number of tokens in each round."""
+
+    @property
     def pending(self) -> torch.Tensor:
         """Last token of each row, `(B, 1)`, not in the KV cache yet."""
 

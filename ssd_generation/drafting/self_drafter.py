@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SelfDrafter", "self_drafter"]
 
-_LEAD = 8
-"""Largest lead over a batch's slowest row, in tokens, with which a row drafts: the rounds are the slowest row's."""
-
 
 class SelfDrafter(Drafter):
     """Drafter by the model in skip mode or from low-bit copies of its weights, by n-gram lookup, or by both.
@@ -109,30 +106,28 @@ class SelfDrafter(Drafter):
         """Draft as far as the policy says, at most `limits` tokens; see `Drafter.propose`."""
         rows = [row for row, limit in enumerate(limits) if limit > 0]
         if texts.batch > 1 and rows:
-            self.policy.begin_round([texts.lengths[row] for row in rows])
+            packed = texts.batch if self.forward.plan.captured and not texts.lockstep else 0
+            self.policy.begin_round([texts.lengths[row] for row in rows], packed)
             # All texts take as many rounds as the slowest one.
             shortest = min(texts.lengths[row] for row in rows)
-            rows = [row for row in rows if texts.lengths[row] <= shortest + _LEAD]
+            rows = [row for row in rows if texts.lengths[row] <= shortest + self.policy.lead]
         if self.indexes is not None:
             for row in rows:
                 self.indexes[row].extend(texts.text(row, len(self.indexes[row])))
-        wanted = [0] * texts.batch
+        wanted, offers = [0] * texts.batch, {row: self._offer(row) for row in rows}
         for row in rows:
-            length = self.policy.draft_length(limits[row], self._match(row))
+            length = self.policy.draft_length(limits[row], Match(len(offers[row][0]), offers[row][1]))
             wanted[row] = length if self.config.drafts_itself else 0  # "fixed" and "confidence" do not check this
         if any(wanted) and not self._prepare_more():
             wanted = [0] * texts.batch
         draft, read = self._draft(texts, rows, wanted)
         if self.indexes is not None:
-            self._look_up(draft, read, rows, limits)
+            self._look_up(draft, read, offers, limits)
         return draft
 
-    def _match(self, row: int, drafted: Sequence[int] = ()) -> Match:
-        """Return what lookup offers after a row's drafted tokens."""
-        if self.indexes is None:
-            return NO_MATCH
-        found, length = self.indexes[row].find(drafted)
-        return Match(len(found), length)
+    def _offer(self, row: int, drafted: Sequence[int] = ()) -> tuple[list[int], int]:
+        """Return the tokens that lookup offers after a row's drafted ones, and the length of the match."""
+        return ([], 0) if self.indexes is None else self.indexes[row].find(drafted)
 
     def _draft(self, texts: Texts, rows: list[int], wanted: list[int]) -> tuple[Draft, list[list[int]]]:
         """Draft with the model; return the draft and, per row, its tokens that were read back from the device."""
@@ -200,21 +195,34 @@ class SelfDrafter(Drafter):
             if lengths[row] <= depth:
                 continue
             ended = read is not None and read[row][-1] in self.eos_token_ids
-            match = self._match(row, read[row]) if read is not None and not ended else NO_MATCH
+            found, length = self._offer(row, read[row]) if read is not None and not ended else ([], 0)
+            match = Match(len(found), length)
             if ended or not self.policy.keep_drafting(depth, confidence[row], match):
                 lengths[row] = depth
 
-    def _look_up(self, draft: Draft, read: list[list[int]], rows: list[int], limits: Sequence[int]) -> None:
-        """Append looked-up tokens to each row's own, as many as the policy says."""
-        assert self.indexes is not None
+    def _look_up(
+        self,
+        draft: Draft,
+        read: list[list[int]],
+        offers: dict[int, tuple[list[int], int]],
+        limits: Sequence[int],
+    ) -> None:
+        """Append looked-up tokens to each row's own, as many as the policy says.
+
+        Args:
+            draft: the rows' own tokens; looked-up ones are added.
+            read: per row, its tokens that were read back from the device.
+            offers: `_offer` of each row that drafts, before its own tokens.
+            limits: per row, the most tokens to draft.
+        """
         width = draft.tokens.shape[1]
         copied: list[list[int]] = [[] for _ in draft.lengths]
-        for row in rows:
+        for row, offer in offers.items():
             drafted = draft.self_lengths[row]
             own = (read[row] if len(read[row]) == width else draft.tokens[row].tolist())[:drafted]
             if own and own[-1] in self.eos_token_ids:
                 continue
-            found, length = self.indexes[row].find(own)
+            found, length = self._offer(row, own) if own else offer
             draft.matches[row] = Match(len(found), length)
             found = found[: self.policy.lookup_length(drafted, draft.matches[row], limits[row] - drafted)]
             end = next((place + 1 for place, token in enumerate(found) if token in self.eos_token_ids), len(found))

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from ..cache.buffered_layers import BufferedLayer, move_rows
 from ..cache.recurrent import Checkpoint
 from ..native.cache_table import ONE_TEXT, TextPlace
 from ..support.padding import padding_at_left
 from ..support.versions import CACHE_NAMES
 
-__all__ = ["NOT_FOR_DRAFTS", "Context"]
+__all__ = ["NOT_FOR_DRAFTS", "Context", "move_mask"]
 
 # Arguments that a draft's pass has no use for, or receives anew in each pass.
 NOT_FOR_DRAFTS = frozenset(
@@ -40,7 +41,7 @@ class Context:
 
     Attributes:
         cache: the target's; it holds `length` slots of each row.
-        length: slots in the cache.
+        length: slots in the cache, up to the end of the longest row.
         mask (`torch.LongTensor` of shape `(B, length + 1)`): mask over the cached slots and the pending token; `None`
             while nothing is masked.
         positions (`torch.LongTensor` of shape `(…, B, 1)`): position of the pending token; `None` for a model that
@@ -48,6 +49,8 @@ class Context:
         arguments: further keyword arguments of the model's passes.
         columns: arguments of which the model wants a column per token, such as `token_type_ids`: the column of any
             token after the prompt, and the dimension of the tokens.
+        lags: slots by which each row ends before slot `length`, where rows stay in their own columns; `None` where all
+            rows end at it, as the model's own code requires (`align_rows`).
         limit: most slots that the text may fill.
         checkpoint: point to which the recurrent states of a cache can be restored; `None` where it has none.
         has_been_passed: whether the model's own code has run a pass after the prompt.
@@ -61,6 +64,7 @@ class Context:
     positions: torch.Tensor | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    lags: Sequence[int] | None = None
     limit: int = 0
     checkpoint: Checkpoint | None = None
     has_been_passed: bool = False
@@ -108,7 +112,26 @@ class Context:
         if self.positions.ndim != 2:
             return None
         starts = [0] * rows if self.mask is None else padding_at_left(self.mask)
-        return None if starts is None else [TextPlace(row, start) for row, start in enumerate(starts)]
+        if starts is None:
+            return None
+        lags = [0] * rows if self.lags is None else self.lags
+        return [TextPlace(row, start, -lag) for row, (start, lag) in enumerate(zip(starts, lags, strict=True))]
+
+    @property
+    def may_lag(self) -> bool:
+        """Tell whether rows may stay in their own columns: each slot of the cache is a column of all rows."""
+        return self.checkpoint is None and all(type(layer) is BufferedLayer for layer in self.cache.layers)
+
+    def align_rows(self) -> None:
+        """Make all rows end at slot `length`, for a pass of the model's own code."""
+        if self.lags is None:
+            return
+        move_rows(self.cache, self.lags, self.length)
+        if self.mask is None:
+            shape = len(self.lags), self.length + 1
+            self.mask = torch.ones(shape, dtype=torch.long, device=self.cache.layers[0].keys.device)
+        move_mask(self.mask, self.lags)
+        self.lags = None
 
     def is_to_be_tried(self, rows: int) -> bool:
         """Tell whether a pass may turn out to be plain: pictures affect the prompt alone in most models."""
@@ -132,3 +155,14 @@ class Context:
         if self.positions is None or count == 1:
             return self.positions
         return self.positions + torch.arange(count, device=self.positions.device)
+
+
+def move_mask(mask: torch.Tensor, moves: Sequence[int]) -> None:
+    """Move each row of a mask over slots as `move_rows` moves the slots, in place."""
+    for row, move in enumerate(moves):
+        if move > 0:
+            mask[row, move:] = mask[row, :-move].clone()
+            mask[row, :move] = 0
+        elif move < 0:
+            mask[row, :move] = mask[row, -move:].clone()
+            mask[row, move:] = 1

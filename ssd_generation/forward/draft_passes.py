@@ -270,6 +270,7 @@ class DraftForward:
         return _GraphDraftPasses(graphs, context, of_the_model)
 
     def _passes_of_the_model(self, context: Context, length: int) -> _ModelDraftPasses:
+        context.align_rows()
         again = None if context.checkpoint is None else context.checkpoint.rewind(context.cache, context.length)
         if self._cache is None or self._cache.target is not context.cache:
             self._cache = draft_cache(context.cache, self._skipped_attention)

@@ -100,7 +100,7 @@ class Forward:
         tokens: torch.Tensor,
         context: Context,
         whole: WholeText | None = None,
-        going: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Any:
         """Run the target model over the pending token of each row and the drafted ones after it.
 
@@ -110,15 +110,15 @@ class Forward:
                 a new cache, that one replaces it.
             whole: tokens and positions of the whole text, `(B, text)` each, for a pass in which the model may want to
                 compute its cache anew.
-            going: rows whose logits count; `None`: all. The other rows may be left uncomputed, and their slots
-                unwritten.
+            counts: number of tokens of each row whose logits count, from the left; `None`: all. Others may be left
+                uncomputed, and their slots unwritten.
 
         Returns:
             The model's outputs, with `logits` of shape `(B, ≥ n, V)`.
         """
         passed = self._graph.run(tokens, context, whole) if self._graph is not None else None
         if passed is None and self._captured is not None:
-            passed = self._captured.run(tokens, context, whole, going)
+            passed = self._captured.run(tokens, context, whole, counts)
         if passed is None:
             passed = self._eager.run(tokens, context, whole)
         self.is_bitwise = self.is_bitwise and passed.is_batch_invariant

@@ -107,6 +107,7 @@ class EagerRunner:
             whole: the whole text, for a pass in which the model may want to compute its cache anew.
             through: function that calls the model, such as to time it.
         """
+        context.align_rows()
         new, positions = tokens.shape[1], context.positions_of(tokens.shape[1])
         tokens, positions = _with_owed(tokens, positions, context)
         inputs = self._inputs(tokens, positions, new, context, whole)
@@ -187,19 +188,20 @@ class CapturedRunner:
         tokens: torch.Tensor,
         context: Context,
         whole: WholeText | None = None,
-        going: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Passed | None:
         """Run the pass.
 
         Args:
             tokens, context, whole: as in `EagerRunner.run`.
-            going: rows that are computed; the logits of others are zeros. `None`: all.
+            counts: number of tokens of each row that are computed, from the left; the logits of others are zeros.
+                `None`: all.
         """
         rows, count = tokens.shape
         if whole is not None or self._captured is None or count < self._shortest:
             return None
         if (places := context.places(rows)) is not None:
-            logits = self._logits(tokens, context, places, going)
+            logits = self._logits(tokens, context, places, counts)
             return None if logits is None else Passed(CausalLMOutputWithPast(logits=logits), True)
         return self._try(tokens, context) if context.is_to_be_tried(rows) else None
 
@@ -224,7 +226,7 @@ class CapturedRunner:
         tokens: torch.Tensor,
         context: Context,
         places: Sequence[TextPlace] = ONE_TEXT,
-        going: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
         """Return the logits of the captured pass; `None` where it cannot run, in which case nothing has happened."""
         assert self._captured is not None
@@ -234,15 +236,21 @@ class CapturedRunner:
         positions = positions + torch.arange(tokens.shape[1], device=tokens.device)
         if context.checkpoint is not None:
             return self._with_states(tokens, positions, context, places)
-        if going is None or len(going) in (0, len(tokens)):
+        if counts is None or min(counts) == tokens.shape[1] or not any(counts):
             return self._captured.run(context.cache, tokens, positions, texts=places)
-        rows = torch.tensor(going, device=tokens.device)
-        texts = [places[row] for row in going]
-        found = self._captured.run(context.cache, tokens[rows], positions[rows], texts=texts)
+        # Each token has a place of its own: a row costs what it has, whatever others have.
+        which = torch.arange(tokens.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
+        texts = [
+            place._replace(before=place.before + index)
+            for place, count in zip(places, counts, strict=True)
+            for index in range(count)
+        ]
+        ids, places_of_ids = tokens[which][:, None], positions.expand_as(tokens)[which][:, None]
+        found = self._captured.run(context.cache, ids, places_of_ids, texts=texts, appended=tokens.shape[1])
         if found is None:
             return None
-        logits = found.new_zeros((len(tokens), *found.shape[1:]))
-        logits[rows] = found
+        logits = found.new_zeros((*tokens.shape, found.shape[-1]))
+        logits[which] = found[:, 0]
         return logits
 
     def goes_on_from_states(self, count: int, rows: int, context: Context) -> bool:

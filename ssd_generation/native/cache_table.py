@@ -28,7 +28,7 @@ index in the table at which the addresses of its states begin, three for each (`
 STATE_FIELDS = ("source", "working", "saved")
 """Addresses of a state before the pass, of the one that it leaves, and of the one that it saves, 0 for none."""
 
-TEXT_FIELDS = ("row", "start")
+TEXT_FIELDS = ("row", "start", "before")
 
 
 class TextPlace(NamedTuple):
@@ -37,10 +37,13 @@ class TextPlace(NamedTuple):
     Attributes:
         row: row of the cache.
         start: the first slot that the text sees; the slots before are padding.
+        before: number of the text's tokens that stand before these in the pass, as a place of their own: texts of which
+            a pass has different numbers of tokens are divided into single tokens.
     """
 
     row: int
     start: int
+    before: int = 0
 
 
 ONE_TEXT = (TextPlace(0, 0),)

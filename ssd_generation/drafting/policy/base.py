@@ -6,7 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["NO_MATCH", "DraftPolicy", "Match"]
+__all__ = ["LEAD", "NO_MATCH", "DraftPolicy", "Match"]
+
+LEAD = 8
+"""Tokens that a row of a batch may be ahead of the slowest one to draft, by default; rounds that it may take until that
+one has caught up."""
 
 
 class Match(NamedTuple):
@@ -39,12 +43,19 @@ class DraftPolicy(ABC):
 
     needs_probability: bool = False
 
-    def begin_round(self, lengths: Sequence[int]) -> None:  # noqa: B027 - a policy may ignore it
+    def begin_round(self, lengths: Sequence[int], packed: int = 0) -> None:  # noqa: B027 - may ignore it
         """Begin a round of a batch; called before any other method.
 
         Args:
             lengths: number of tokens of each row that still drafts.
+            packed: number of rows of the batch, where the target's pass has the tokens of each row and no more; 0 where
+                it is as wide for all rows as for the one with the most.
         """
+
+    @property
+    def lead(self) -> int:
+        """Largest lead over the slowest row of a batch, in tokens, with which a row drafts."""
+        return LEAD
 
     @abstractmethod
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+from .base import LEAD
 from .prices import LONGEST_COPY, Prices
 
 __all__ = [
@@ -35,6 +36,8 @@ _LEAST_CAP = 3.0
 _MOST_SAVED = 50.0
 _LONGEST_WAIT = 128
 _SHARE_STEP = 0.1
+_PACE_STEP = 0.15
+_MOST_LEAD = 16
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -64,10 +67,9 @@ def affordable_draft(balance: float, longest: int, prices: Prices) -> int:
     return longest
 
 
-def affordable_copy(balance: float, depth: int, longest: int, prices: Prices) -> int:
-    """Return the most looked-up tokens after `depth` drafted ones, 0 to `longest`, that the balance can pay."""
-    verify, most = prices.verify, balance + prices.last_pass(depth)
-    while longest > 0 and verify[1 + depth + longest] > most:
+def affordable_copy(balance: float, longest: int, prices: Sequence[float]) -> int:
+    """Return the most looked-up tokens, 0 to `longest`, that the balance can pay; `prices` as in `copy_prices`."""
+    while longest > 0 and prices[longest] > balance:
         longest -= 1
     return max(longest, 0)
 
@@ -162,14 +164,15 @@ class Account:
 class _Tally:
     """Reports of the rows that drafted in a round; these rows share its passes."""
 
-    __slots__ = ("longest", "right", "rows")
+    __slots__ = ("longest", "right", "rows", "tokens")
 
     def __init__(self) -> None:
-        self.rows = self.longest = self.right = 0
+        self.rows = self.longest = self.right = self.tokens = 0
 
-    def add(self, length: int, right: int) -> None:
+    def add(self, tokens: int, right: int, before: int = 0) -> None:
         self.rows += 1
-        self.longest = max(self.longest, length)
+        self.longest = max(self.longest, before + tokens)
+        self.tokens += tokens
         self.right += right
 
 
@@ -186,7 +189,8 @@ class Budget:
         drafting: account of self-drafting.
         copying: account of lookup.
         income: income of an account in a round in which it does not draft.
-        share: share of rows that copy, in rounds in which any does; all rows wait for the pass of the copies.
+        share: share of rows that copy, in rounds in which any does, where all rows wait for the pass of the copies; 1
+            where passes are packed, so that each row costs what it has.
     """
 
     def __init__(self, prices: Prices, exploration: float) -> None:
@@ -195,18 +199,61 @@ class Budget:
         self.copying = Account(_COPY_START, copying_cap(prices.verify[1 + LONGEST_COPY]))
         self.share = 1.0
         self._prices = prices
+        self._packed = 0  # rows of the batch, where passes are packed
+        self._began = self._began_before = 0  # rows that began this round, and the one before
+        self._copied, self._spent = 0, 0.0  # tokens that its rows copy, and their price
         self._rows = 0  # counted in this round
         self._is_reported = True
         self._slowest: int | None = None  # tokens of the slowest row
+        self._pace = 2.0  # its tokens per round
         self._advance: int | None = None
         self._drafts, self._copies = _Tally(), _Tally()
         self._copies_judged = False  # a copy whose self-drafted tokens were all accepted
 
-    def begin_round(self, lengths: Sequence[int]) -> None:
-        """Begin a round of a batch whose rows have these lengths."""
+    def begin_round(self, lengths: Sequence[int], packed: int) -> None:
+        """Begin a round of a batch; arguments as in `DraftPolicy.begin_round`."""
+        self._packed, self._began_before, self._began = packed, self._began, len(lengths)
+        self._copied, self._spent = 0, 0.0
+        if packed:
+            self.share = 1.0
         slowest, before = min(lengths), self._slowest
         self._slowest = slowest
         self._advance = None if before is None or slowest <= before else slowest - before
+        if self._advance is not None:
+            self._pace += _PACE_STEP * (self._advance - self._pace)
+
+    @property
+    def lead(self) -> int:
+        """Largest lead over the slowest row with which a row drafts: one that this row makes up in `LEAD` rounds.
+
+        A batch lasts as long as its slowest row. While that one gains nothing by drafts, those of rows ahead of it are
+        of no use.
+        """
+        return min(int(LEAD * (self._pace - 1.0)), _MOST_LEAD)
+
+    def copy_prices(self, depth: int, longest: int) -> list[float]:
+        """Return what the target's pass costs more with a copy of 0 to `longest` tokens after `depth` drafted ones.
+
+        In a packed pass, copies of other rows may have paid for the width already.
+        """
+        prices = self._prices
+        if not self._packed:
+            last = prices.last_pass(depth)
+            return [prices.verify[1 + depth + count] - last for count in range(longest + 1)]
+        tokens, rows, verify = self._began * (1 + depth) + self._copied, self._packed, prices.verify
+        before, most = prices.of_pass(tokens, rows), len(verify) - 1
+        return [verify[min(-(-count // rows), most)] - before for count in range(tokens, tokens + longest + 1)]
+
+    @property
+    def left_for_copies(self) -> float:
+        """What the account of lookup has left in this round."""
+        return self.copying.balance - self._spent
+
+    def pay_copy(self, count: int, price: float) -> None:
+        """Note that a row of this round copies so many tokens, at this price."""
+        if self._packed:
+            self._copied += count
+            self._spent += price
 
     def begin_row(self, pays: bool) -> None:
         """Count a row of the round; the first one books the previous round.
@@ -232,7 +279,7 @@ class Budget:
         if drafted:
             self._drafts.add(drafted, kept)
         if copied:
-            self._copies.add(drafted + copied, right)
+            self._copies.add(copied, right, before=drafted)
             self._copies_judged |= kept == drafted
 
     def settle(self, pays: bool) -> None:
@@ -240,18 +287,28 @@ class Budget:
         self.drafting.end_round()
         self.copying.end_round()
         drafts, copies = self._drafts, self._copies
-        gain = gain_per_token(drafts.right + copies.right, max(self._rows, drafts.rows, copies.rows), self._advance)
+        rows = max(self._rows, drafts.rows, copies.rows)
+        gain = gain_per_token(drafts.right + copies.right, rows, self._advance)
+        drafting, copying = self._passes()
         if drafts.rows:
-            self.drafting.book(drafts.right * gain - (self._prices.rounds[drafts.longest] - 1.0))
+            self.drafting.book(drafts.right * gain - (drafts.longest * self._prices.draft + drafting - 1.0))
             self.drafting.drafted(drafts.right > 0, pays)
             self._drafts = _Tally()
         if copies.rows:
-            verify = self._prices.verify[1 + max(copies.longest, drafts.longest)]
-            self.copying.book(copies.right * gain - (verify - self._prices.last_pass(drafts.longest)))
+            self.copying.book(copies.right * gain - (copying - drafting))
             if self._copies_judged:
                 self.copying.drafted(copies.right > 0, pays=False)
-            self.share += _SHARE_STEP * (copies.rows / max(self._rows, copies.rows) - self.share)
+            if not self._packed:
+                self.share += _SHARE_STEP * (copies.rows / rows - self.share)
             self._copies, self._copies_judged = _Tally(), False
+
+    def _passes(self) -> tuple[float, float]:
+        """Return the prices of the target's pass that is booked: without the copies, and with them."""
+        drafts, copies, prices = self._drafts, self._copies, self._prices
+        if self._packed:
+            tokens = self._began_before + drafts.tokens
+            return prices.of_pass(tokens, self._packed), prices.of_pass(tokens + copies.tokens, self._packed)
+        return prices.last_pass(drafts.longest), prices.verify[1 + max(copies.longest, drafts.longest)]
 
     def take_over(self, other: Budget) -> None:
         """Continue with copies of another budget's accounts, under the caps of this one; its reports are dropped."""

@@ -115,8 +115,12 @@ class CostAwarePolicy(DraftPolicy):
         )
         self.budget.drafting.cap = drafting_cap(self.prices.rounds[self.plan.best])
 
-    def begin_round(self, lengths: Sequence[int]) -> None:
-        self.budget.begin_round(lengths)
+    def begin_round(self, lengths: Sequence[int], packed: int = 0) -> None:
+        self.budget.begin_round(lengths, packed)
+
+    @property
+    def lead(self) -> int:
+        return self.budget.lead
 
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:
         self.budget.begin_row(self.plan.pays)
@@ -167,25 +171,28 @@ class CostAwarePolicy(DraftPolicy):
         depth = min(depth, self.max_length)
         survival = self._paths.survival(depth, self.plan.survival, self.plan.acceptance)
         count, _ = self._best_copy(survival, depth, match, limit)
+        if not count:
+            account = self.budget.copying
+            account.stand_still(self.budget.income)
+            probe = min(self._copy_probe, match.tokens, limit)
+            price = self.budget.copy_prices(depth, probe)[probe]
+            # Most matches are short; the account must not be empty when a longer one comes.
+            if survival < 0.5 or account.balance < price * max(4 - match.length, 0) or not account.pay_probe(price):
+                return 0
+            count = probe
         if count:
-            return count
-        account = self.budget.copying
-        account.stand_still(self.budget.income)
-        probe = min(self._copy_probe, match.tokens, limit)
-        price = self.prices.verify[1 + depth + probe] - self.prices.last_pass(depth)
-        # Most matches are short; the account must not be empty when a longer one comes.
-        if survival < 0.5 or account.balance < price * max(4 - match.length, 0) or not account.pay_probe(price):
-            return 0
-        return probe
+            self.budget.pay_copy(count, self.budget.copy_prices(depth, count)[count])
+        return count
 
     def _best_copy(self, survival: float, depth: int, match: Match, limit: int) -> tuple[int, float]:
         """Return `best_copy` for what lookup offers and its account can pay."""
         if not self.lookup or not match.tokens:
             return 0, 0.0
         longest = min(match.tokens, limit, LONGEST_COPY)
-        longest = affordable_copy(self.budget.copying.balance, depth, longest, self.prices)
+        prices = self.budget.copy_prices(depth, longest)
+        longest = affordable_copy(self.budget.left_for_copies, longest, prices)
         gains, weight = self.plan.gains[self.copies.row(match)], self.budget.share * survival
-        return best_copy(gains, weight, depth, longest, self.prices, self.plan.rate)
+        return best_copy(gains, weight, longest, prices, self.plan.rate)
 
     def update(
         self, drafted: int, accepted: int, reached_end: bool, looked_up: int = 0, match: Match = NO_MATCH

@@ -127,22 +127,20 @@ def worth_of_drafting(survival: float, depth: int, acceptance: Sequence[float], 
 
 
 def best_copy(
-    gains: Sequence[float], weight: float, depth: int, longest: int, prices: Prices, rate: float
+    gains: Sequence[float], weight: float, longest: int, prices: Sequence[float], rate: float
 ) -> tuple[int, float]:
     """Return the number of looked-up tokens with the most E − λ C, and how much more that is than without any.
 
     Args:
         gains: expected accepted tokens of a copy, by its length.
         weight: weight of these gains: survival of what was drafted before, times the share of a batch's rows that copy.
-        depth: number of self-drafted tokens before the copy.
         longest: length of the longest copy.
-        prices: prices of verification.
+        prices: what the target's pass costs more with a copy, by its length.
         rate: λ.
     """
-    verify, last = prices.verify, prices.last_pass(depth)
     best, most = 0, 0.0
     for m in range(1, longest + 1):
-        value = weight * gains[m] - rate * (verify[1 + depth + m] - last)
+        value = weight * gains[m] - rate * prices[m]
         if value > most:
             best, most = m, value
     return best, most
@@ -170,10 +168,12 @@ def rate_with_copies(
     """
     rate = max(before, tokens / price)
     all_tokens, all_prices = tokens * offers[0], price * offers[0]
+    last = prices.last_pass(0)
+    copying = [verify - last for verify in prices.verify[1 : 2 + LONGEST_COPY]]
     for often, gain in zip(offers[1:], gains, strict=True):
         if often < _LEAST_OFFERS:
             continue
-        m, value = best_copy(gain, share, 0, LONGEST_COPY, prices, before)
+        m, value = best_copy(gain, share, LONGEST_COPY, copying, before)
         copies = m > 0 and 1.0 - rate + value > tokens - rate * price
         all_tokens += often * (1.0 + share * gain[m] if copies else tokens)
         all_prices += often * (prices.verify[1 + m] if copies else price)

@@ -40,6 +40,10 @@ class Prices:
         verify = [0.0, *(costs.verify_seconds(n) / costs.plain_step for n in passes)]
         return cls(draft, verify, [1.0, *(k * draft + verify[1 + k] for k in range(1, longest + 1))])
 
+    def of_pass(self, tokens: int, rows: int) -> float:
+        """Return the price of a pass with so many tokens of all rows: that of one that has as many for each row."""
+        return self.verify[min(max(-(-tokens // rows), 1), len(self.verify) - 1)]
+
     def last_pass(self, depth: int) -> float:
         """Return the price of the target's pass if nothing is appended to `depth` drafted tokens."""
         return self.verify[1 + depth] if depth else 1.0

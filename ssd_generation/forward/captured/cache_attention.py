@@ -191,6 +191,8 @@ class CacheAttention:
         dropped = next((d for d, keys in zip(self._dropped, self.key_buffers, strict=True) if keys is not None), 0)
         first = self.at + dropped
         own = torch.arange(first, first + self.count, device="cpu").repeat(len(self.texts))
+        if any(text.before for text in self.texts):
+            own += torch.tensor([text.before for text in self.texts], device="cpu").repeat_interleave(self.count)
         return functional.pad(own, (0, length - len(own)))
 
     def let_go(self) -> None:

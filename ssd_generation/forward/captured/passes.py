@@ -281,6 +281,7 @@ class CapturedPasses:
         width: int | None = None,
         texts: Sequence[TextPlace] = ONE_TEXT,
         states: PassStates | None = None,
+        appended: int | None = None,
     ) -> torch.Tensor | None:
         """Run a pass.
 
@@ -294,6 +295,7 @@ class CapturedPasses:
             width: width to fill the pass up to; by default that of `batch_invariance`, where there is one.
             texts: place of each text in the cache, in which all end at the same slot.
             states: recurrent states of the pass; `None`: those of the cache, changed in place.
+            appended: number of slots that are appended to each row of the cache; `None`: n.
 
         Returns:
             Logits `(B, n, V)`, or `None` where there is no captured pass to run: nothing has happened then. From passes
@@ -307,7 +309,7 @@ class CapturedPasses:
             found = [self.run(cache, *part, texts=texts) for part in parts]
             return None if found[0] is None else torch.cat([logits for logits in found if logits is not None], dim=1)
         if not is_one and not self.is_draft and total > TEXT_WIDTHS[-1]:
-            return self._run_in_groups(cache, ids, positions, texts)
+            return self._run_in_groups(cache, ids, positions, texts, count if appended is None else appended)
         width = self._width(total, texts) if width is None else width
         program = None if width is None else self._program_for(width, texts)
         if width is None or program is None:
@@ -319,7 +321,7 @@ class CapturedPasses:
             attention = self._attention.value = self._new_attention()
         if self.is_draft and drafted:
             attention.move_to(attention.at + attention.count, count)
-        elif not self._begin(attention, cache, count, ahead, texts, states):
+        elif not self._begin(attention, cache, count, max(ahead, appended or 0), texts, states):
             return None
         try:
             logits = _run_filled(program, ids, positions, attention)
@@ -328,11 +330,16 @@ class CapturedPasses:
             raise
         if not self.is_draft:
             attention.let_go()
-            append_written(cache, count)
+            append_written(cache, count if appended is None else appended)
         return logits
 
     def _run_in_groups(
-        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, texts: Sequence[TextPlace]
+        self,
+        cache: Cache,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        texts: Sequence[TextPlace],
+        appended: int,
     ) -> torch.Tensor | None:
         """Run the whole model over more texts than one pass has room for; see `run`."""
         count = ids.shape[1]
@@ -340,12 +347,12 @@ class CapturedPasses:
         found = []
         for first in range(0, len(ids), most):
             group = slice(first, first + most)
-            logits = self.run(cache, ids[group], positions[group], texts=texts[group])
+            logits = self.run(cache, ids[group], positions[group], texts=texts[group], appended=appended)
             if logits is None:
                 return None
-            append_written(cache, -count)
+            append_written(cache, -appended)
             found.append(logits)
-        append_written(cache, count)
+        append_written(cache, appended)
         return torch.cat(found)
 
     def write(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, text: TextPlace, known: int = 0) -> bool:

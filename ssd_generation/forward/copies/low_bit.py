@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...support.model_state import Part, state_of
+from ...support.once import looked_at_once
 from ...support.recent import recent
 from ...support.tensors import place_of
 from ..structure.linears import (
@@ -143,6 +144,10 @@ class LowBitCopies:
         0 where the copies are current, infinite where there are other layers, or weights in another place. A few
         numbers of each weight are compared: torch does not count what fused optimizers write.
         """
+        return _drift(model, self)
+
+    def drift_now(self, model: PreTrainedModel) -> float:
+        """Return `drift`, whatever was found earlier in this preparation of a call."""
         if self.is_current(model):
             return 0.0
         if (
@@ -195,6 +200,11 @@ class LowBitCopies:
             return lambda x: nn.functional.linear(x, weight)
 
         return [(m, forward(self._stand_ins[id(m)])) for m in self.modules if id(m) in self._stand_ins]
+
+
+@looked_at_once
+def _drift(model: PreTrainedModel, copies: LowBitCopies) -> float:
+    return copies.drift_now(model)
 
 
 def _place(module: nn.Module) -> list[Any]:

@@ -80,8 +80,10 @@ class _Attention(Module):
         """Load, for a token of the pass, its text's row and first slot; compute its index among the text's tokens."""
         text = b.sdiv(token, each)
         place = b.mul(text, integer(len(TEXT_FIELDS)))
-        row, start = (b.load(self.at(b, texts, b.add(place, integer(n)), I64), typ=I64) for n in range(2))
-        return row, start, b.sub(token, b.mul(text, each))
+        row, start, before = (
+            b.load(self.at(b, texts, b.add(place, integer(n)), I64), typ=I64) for n in range(len(TEXT_FIELDS))
+        )
+        return row, start, b.add(before, b.sub(token, b.mul(text, each)))
 
     # ------------------------------------------------------------------------------------------------------------------
 

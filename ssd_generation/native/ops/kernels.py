@@ -29,7 +29,14 @@ NAMES = {
     torch.float16: "float16",
 }
 
-_SHARED = "codegen/builder.py", "ops/products_code.py", "ops/tiles_code.py", "ops/linear_code.py", "ops/int4_code.py"
+_SHARED = (
+    "cache_table.py",
+    "codegen/builder.py",
+    "ops/products_code.py",
+    "ops/tiles_code.py",
+    "ops/linear_code.py",
+    "ops/int4_code.py",
+)
 """Files that the code of all kernels is built from."""
 
 Record = ctypes.c_int64 * RECORD
