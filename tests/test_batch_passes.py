@@ -472,6 +472,8 @@ def test_a_wider_pass_is_used_until_capturing_pays() -> None:
     target._filled.clear()
     target.program(8)
     assert torch.equal(decoded(model, batch, new=7, request=NOTHING), expected[:, : 21 + 7])
-    assert list(target._programs) == [8] and target._filled == {6: pytest.approx(6 / 3)}
+    assert list(target._programs) == [8] and target._filled == {6: pytest.approx(6 * 2 / 16)}
     assert torch.equal(decoded(model, batch, request=NOTHING), expected)
     assert 6 in target._programs and target._filled[6] == pytest.approx(2.0)
+    # With narrower passes alone, one with room is captured: drafts vary the width.
+    assert [target._wider(width) for width in (10, 13, 24, 40)] == [16, 16, 32, 64]

@@ -84,6 +84,12 @@ _MOST_FILLED = 2.0
 """Passes over several texts, in passes of their own width, that may be lost to wider ones before theirs is captured:
 capturing takes about as long (40 ms for 30 layers)."""
 
+_DOUBLES = 16
+"""Tokens more, about, with which a pass over a few takes twice as long."""
+
+_ROOMY = (4, 8, 16, 32, 64, 128, 256)
+"""Widths of `TEXT_WIDTHS` that are captured first where passes become wider."""
+
 _MOST_DRAFTS = _MOST_ADAPTERS = 4
 """Skip sets whose captured drafts, and sets of adapters whose passes are retained: each pass holds code and constants,
 some a megabyte."""
@@ -204,16 +210,19 @@ class CapturedPasses:
         """Return the width to which a pass over `total` tokens is filled up; `None` where there is none as wide."""
         if len(texts) > 1:
             own = _width_of_texts(total)
-            return own if own is None or own in self._programs else self._wider(own) or own
+            return own if own is None or own in self._programs else self._wider(own)
         return total if self.batch_invariance is None else self.batch_invariance.width(total)
 
-    def _wider(self, own: int) -> int | None:
-        """Return the width of a captured pass that replaces one not captured so far; `None` where that one is due."""
-        known = (width for width, program in self._programs.items() if program is not None and width > own)
-        wider = min(known, default=None)
-        if wider is None or self._filled.get(own, 0.0) + wider / own - 1.0 > _MOST_FILLED:
-            return None
-        return wider
+    def _wider(self, own: int) -> int:
+        """Return the width to use for one not captured so far: that of a wider pass, until the own one is due.
+
+        Where there are narrower ones alone, the next to be captured has room, since widths vary with the drafts.
+        """
+        known = [width for width, program in self._programs.items() if program is not None]
+        wider = min((width for width in known if width > own), default=None)
+        if wider is None:
+            return next(width for width in _ROOMY if width >= own) if known else own
+        return own if self._filled.get(own, 0.0) + _lost(own, wider) > _MOST_FILLED else wider
 
     def _program_for(self, width: int, texts: Sequence[TextPlace]) -> Program | None:
         """Return the pass of this width, where it can attend in several rows of a cache or need not."""
@@ -315,7 +324,7 @@ class CapturedPasses:
         if width is None or program is None:
             return None
         if not is_one and (own := _width_of_texts(total) or width) not in self._programs:
-            self._filled[own] = self._filled.get(own, 0.0) + width / own - 1.0
+            self._filled[own] = self._filled.get(own, 0.0) + _lost(own, width)
         attention: CacheAttention | None = getattr(self._attention, "value", None)
         if attention is None:
             attention = self._attention.value = self._new_attention()
@@ -459,6 +468,11 @@ class CapturedPasses:
         native = products_to_layers, without_writes, share_results, use_native_rows
         alike = native if self._is_native else (share_results,)
         return Rewrites(alike, (fuse_norms, fuse_rotary) if self.is_draft or model.dtype == torch.float32 else ())
+
+
+def _lost(own: int, wider: int) -> float:
+    """Return about how many passes of a width a wider pass costs more: few tokens more hardly cost time."""
+    return min(wider / own - 1.0, (wider - own) / _DOUBLES)
 
 
 def _width_of_texts(total: int) -> int | None:
