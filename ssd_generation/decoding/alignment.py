@@ -58,7 +58,7 @@ class Alignment:
         stays = context.lags is not None or (self._batch > 1 and not any(self.shifts) and context.may_lag)
         moves = [0 if stays else now - before for now, before in zip(shifts, self.shifts, strict=True)]
         move_rows(context.cache, moves, longest)
-        if context.mask is None and any(moves):
+        if context.mask is None and any(shifts):
             context.mask = torch.ones((self._batch, context.length + 1), dtype=torch.long, device=self._device)
         if context.mask is not None:
             # The mask covers the pending token, too.

@@ -49,8 +49,8 @@ class Context:
         arguments: further keyword arguments of the model's passes.
         columns: arguments of which the model wants a column per token, such as `token_type_ids`: the column of any
             token after the prompt, and the dimension of the tokens.
-        lags: slots by which each row ends before slot `length`, where rows stay in their own columns; `None` where all
-            rows end at it, as the model's own code requires (`align_rows`).
+        lags: slots by which each row ends before slot `length`, where rows stay in their own columns, and there is a
+            mask; `None` where all rows end at that slot, as the model's own code requires (`align_rows`).
         limit: most slots that the text may fill.
         checkpoint: point to which the recurrent states of a cache can be restored; `None` where it has none.
         has_been_passed: whether the model's own code has run a pass after the prompt.
@@ -126,10 +126,8 @@ class Context:
         """Make all rows end at slot `length`, for a pass of the model's own code."""
         if self.lags is None:
             return
+        assert self.mask is not None
         move_rows(self.cache, self.lags, self.length)
-        if self.mask is None:
-            shape = len(self.lags), self.length + 1
-            self.mask = torch.ones(shape, dtype=torch.long, device=self.cache.layers[0].keys.device)
         move_mask(self.mask, self.lags)
         self.lags = None
 

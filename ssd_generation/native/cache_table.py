@@ -37,8 +37,8 @@ class TextPlace(NamedTuple):
     Attributes:
         row: row of the cache.
         start: the first slot that the text sees; the slots before are padding.
-        before: number of the text's tokens that stand before these in the pass, as a place of their own: texts of which
-            a pass has different numbers of tokens are divided into single tokens.
+        before: slots between the end of the layer and the first of these tokens: the tokens of the same text before it
+            in the pass, where texts are divided into single tokens, less those by which its row lags others.
     """
 
     row: int

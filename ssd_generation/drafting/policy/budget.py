@@ -224,9 +224,9 @@ class Budget:
 
     @property
     def lead(self) -> int:
-        """Largest lead over the slowest row with which a row drafts: one that this row makes up in `LEAD` rounds.
+        """Largest lead with which a row drafts, in tokens: the slowest row would catch up within `LEAD` rounds.
 
-        A batch lasts as long as its slowest row. While that one gains nothing by drafts, those of rows ahead of it are
+        A batch lasts as long as its slowest row. While that one gains nothing by drafts, drafts of rows ahead of it are
         of no use.
         """
         return min(int(LEAD * (self._pace - 1.0)), _MOST_LEAD)
