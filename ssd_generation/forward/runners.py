@@ -238,7 +238,7 @@ class CapturedRunner:
             return self._with_states(tokens, positions, context, places)
         if counts is None or min(counts) == tokens.shape[1] or not any(counts):
             return self._captured.run(context.cache, tokens, positions, texts=places)
-        # Each token has a place of its own: a row costs what it has, whatever others have.
+        # Each token has a place of its own: a row costs what it has, not what the widest has.
         which = torch.arange(tokens.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
         texts = [
             place._replace(before=place.before + index)

@@ -39,7 +39,7 @@ def is_looking_once() -> bool:
 
 
 def looked_at_once(function: Callable[..., T]) -> Callable[..., T]:
-    """Compute a function of a model, and of further hashable arguments, once inside `looking_once`."""
+    """Compute a function of a model, or a part of it, and further hashable arguments once inside `looking_once`."""
 
     @functools.wraps(function)
     def looked(model: Any, *args: Any) -> T:

@@ -246,7 +246,7 @@ class Budget:
 
     @property
     def left_for_copies(self) -> float:
-        """What the account of lookup has left in this round."""
+        """Balance of lookup that this round has not spent yet."""
         return self.copying.balance - self._spent
 
     def pay_copy(self, count: int, price: float) -> None:

@@ -138,16 +138,13 @@ class LowBitCopies:
             and torch.equal(self._sample, sample(self.modules))
         )
 
+    @looked_at_once
     def drift(self, model: PreTrainedModel) -> float:
         """Return how far the weights have moved since they were copied, as a share of their size.
 
         0 where the copies are current, infinite where there are other layers, or weights in another place. A few
         numbers of each weight are compared: torch does not count what fused optimizers write.
         """
-        return _drift(model, self)
-
-    def drift_now(self, model: PreTrainedModel) -> float:
-        """Return `drift`, whatever was found earlier in this preparation of a call."""
         if self.is_current(model):
             return 0.0
         if (
@@ -200,11 +197,6 @@ class LowBitCopies:
             return lambda x: nn.functional.linear(x, weight)
 
         return [(m, forward(self._stand_ins[id(m)])) for m in self.modules if id(m) in self._stand_ins]
-
-
-@looked_at_once
-def _drift(model: PreTrainedModel, copies: LowBitCopies) -> float:
-    return copies.drift_now(model)
 
 
 def _place(module: nn.Module) -> list[Any]:
