@@ -58,6 +58,8 @@ LONGEST_VERIFIED = 32
 
 _RATIO = Number(1e-6, 1e6, "a number of plain steps")
 _CONTEXT = 64
+_READ = 16
+"""Tokens of a context whose keys and values are computed; they are repeated as those of the others where possible."""
 _LONG = 512
 _TRIES = 6
 """Most passes made until CUDA graphs have been captured and checked."""
@@ -265,7 +267,7 @@ def _cache_after(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
     cache = new_cache(model)
     add_buffers(cache)
     fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    first = prompt[:, :_CONTEXT]
+    first = prompt[:, :_READ]
     name = cache_argument(model)
     model(input_ids=first, use_cache=True, **{name: cache}, **fewer)
     if prompt.shape[1] == first.shape[1]:

@@ -64,7 +64,8 @@ _BASES = (1, 2, 4, 8, 16)
 """Widths that a single token may be padded to."""
 
 _FEW_PASSES = 2
-"""Number of passes of each width by batch-invariant kernels, which are invariant by design: this only confirms it."""
+"""Number of passes of each width by JIT-compiled kernels through recurrent states: invariant by design, this only
+confirms it."""
 
 _TIMED = (1, 4, 8)
 """Tokens of the passes whose times are compared."""
@@ -251,6 +252,10 @@ def _find_out(model: PreTrainedModel) -> Any:
         text = _Text(model)
         for name in _kernels(model):
             bar.reset()
+            if name == NATIVE and not has_states(model):
+                if agreeing := _confirmed(text, bar.update):
+                    return Certificate(BatchInvariance(name, agreeing)).to_dict()
+                continue
             logits: dict[int, torch.Tensor | None] = {}
             for width in WIDTHS:
                 # Full passes, with the tokens at other places than in passes of other widths.
@@ -269,6 +274,32 @@ def _find_out(model: PreTrainedModel) -> Any:
                 return Certificate(BatchInvariance(name, agreeing)).to_dict()
     reason = text.refusal or "no kernel here gives a token the same bits at every place in a pass"
     return Certificate(None, refusal=reason).to_dict()
+
+
+def _confirmed(text: _Text, progress: Callable[[], Any]) -> tuple[int, ...]:
+    """Return widths of passes by JIT-compiled kernels that give every token the same bits; none where others do not.
+
+    These kernels are batch-invariant by design, so that one pass of each width confirms it: over tokens that have other
+    places in it than in a pass over all of them, and after the keys and values of that pass. Every other pass is filled
+    up by a token.
+
+    Args:
+        text: the text that is decoded.
+        progress: called after each width.
+    """
+    cache = text.cache()
+    every = text.run(NATIVE, cache, 0, _NEW, _NEW)
+    agreeing = []
+    for index, width in enumerate(WIDTHS):
+        if every is None:
+            break
+        count = width - index % 2 if width > 2 else width
+        cache.crop(-count)
+        logits = text.run(NATIVE, cache, _NEW - count, count, width)
+        if logits is not None and torch.equal(logits, every[_NEW - count :]):
+            agreeing.append(width)
+        progress()
+    return tuple(agreeing) if agreeing[:1] == [1] and len(agreeing) > 1 else ()
 
 
 def _agreeing(logits: dict[int, torch.Tensor | None]) -> tuple[int, ...]:
@@ -334,30 +365,45 @@ class _Text:
             first: number of tokens in the first pass, which is padded; the others are full.
             most: maximum number of passes; the tokens after them are left out.
         """
-        passes = captured_target(self.model, BatchInvariance(linear, WIDTHS))
-        if passes is None:
-            return None
         cache, at, count = self.cache(), 0, first
         found: list[torch.Tensor] = []
         while at < _NEW and len(found) < most:
             count = min(count, _NEW - at)
-            positions = torch.arange(self.prompt + at, self.prompt + at + count, device=self.ids.device)[None]
-            logits = passes.run(cache, self.ids[:, at : at + count], positions, width=width)
+            logits = self.run(linear, cache, at, count, width)
             if logits is None:
-                if passes.uneven is not None:
-                    self.refusal = f"{passes.uneven} may round a token differently, depending on its place in a pass"
-                elif passes.refusal is not None:
-                    self.refusal = passes.refusal.removeprefix("CannotCapture: ")
                 return None
-            found.append(logits[0].clone())
+            found.append(logits)
             at += count
             count = width
         return torch.cat(found)
 
+    def run(self, linear: str, cache: Cache, at: int, count: int, width: int) -> torch.Tensor | None:
+        """Return the logits `(count, V)` of one pass; `None` where it cannot be captured, with `refusal`.
+
+        Args:
+            linear: kernel of the linear layers.
+            cache: cache of the tokens before, to which these are appended.
+            at: index of the first of the tokens.
+            count: number of tokens.
+            width: width that the pass is filled up to.
+        """
+        passes = captured_target(self.model, BatchInvariance(linear, WIDTHS))
+        if passes is None:
+            return None
+        positions = torch.arange(self.prompt + at, self.prompt + at + count, device=self.ids.device)[None]
+        logits = passes.run(cache, self.ids[:, at : at + count], positions, width=width)
+        if logits is not None:
+            return logits[0].clone()
+        if passes.uneven is not None:
+            self.refusal = f"{passes.uneven} may round a token differently, depending on its place in a pass"
+        elif passes.refusal is not None:
+            self.refusal = passes.refusal.removeprefix("CannotCapture: ")
+        return None
+
 
 def _described(model: PreTrainedModel, what: str) -> dict[str, Any]:
     """Describe all that a measurement of a model's bitwise passes depends on."""
-    return {"what": what, **describe_model(model), "kernels": _kernels(model), "widths": list(WIDTHS), "format": 3}
+    return {"what": what, **describe_model(model), "kernels": _kernels(model), "widths": list(WIDTHS), "format": 4}
 
 
 def _kernels(model: PreTrainedModel) -> list[str]:
