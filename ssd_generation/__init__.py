@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .harness.results import TokenOrigins
     from .models import fetch_demo, load_demo, load_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Costs",

@@ -220,6 +220,16 @@ def test_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="a source distribution has no docs")
+def test_the_version_is_the_newest_of_the_changelog_and_the_one_to_cite() -> None:
+    versions = re.findall(r"^## \[(\d[^]]*)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)
+    cited = dict(
+        re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    )
+    assert versions[0] == (ssd_generation.__version__, cited["date-released"])
+    assert cited["version"] == ssd_generation.__version__
+    assert [date for _, date in versions] == sorted((date for _, date in versions), reverse=True)
+
+
 def test_other_programs_are_tried_at_the_versions_that_the_page_names() -> None:
     text = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
     pinned = re.findall(r"^(\S+)==(\S+)$", (ROOT / ".ci" / "other-programs.txt").read_text(encoding="utf-8"), re.M)

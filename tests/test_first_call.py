@@ -15,7 +15,7 @@ from lab import first_calls
 from ssd_generation import enable_self_speculative
 from ssd_generation.generation import first_call
 from ssd_generation.generation.first_call import FirstCallPart
-from ssd_generation.generation.plain import MEASURED_MEANWHILE
+from ssd_generation.generation.plain import MEASURED_MEANWHILE, NOT_MEASURED
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import automatic
 from tiny_models import prompt, tiny_model
@@ -88,6 +88,40 @@ def test_calls_without_a_streamer_measure_beforehand() -> None:
     assert model.last_speculation.refusal is None and model.last_speculation.drafted_tokens > 0
     stream(model, self_speculative="auto")
     assert model.last_speculation.refusal is None
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_for_few_tokens_do_not_wait_for_measurements(streams: bool) -> None:
+    model = made()
+    options = {"do_sample": False, "streamer": Seen() if streams else None}
+    plain = model.generate(prompt(9), max_new_tokens=8, **options)
+
+    def refusal(new_tokens: int, **more: Any) -> str | None:
+        text = model.generate(prompt(9), max_new_tokens=new_tokens, self_speculative="auto", **options, **more)
+        assert torch.equal(text, plain[:, : 9 + new_tokens])
+        return model.last_speculation.refusal  # type: ignore[no-any-return]
+
+    for number in range(16):
+        assert refusal(3 + number % 6) == NOT_MEASURED
+        assert not automatic.is_chosen(model)
+    assert refusal(5) != NOT_MEASURED and automatic.is_chosen(model)  # they have cost as much as measuring does
+    assert refusal(5) is None
+
+
+def test_a_longer_call_measures_for_those_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    few = {"max_new_tokens": 5, "do_sample": False, "self_speculative": "auto"}
+    model.generate(prompt(9), **few)
+    assert model.last_speculation.refusal == NOT_MEASURED
+    model.generate(prompt(9), **{**few, "max_new_tokens": 9})
+    model.generate(prompt(9), **few)
+    assert model.last_speculation.refusal is None
+    # So do calls that ask for more than a text, and those whose number of tokens is not known.
+    for change in ({"draft_memory": 0.5}, {"max_new_tokens": None, "max_length": 14}):
+        again = made(vocab_size=99)
+        monkeypatch.setattr(first_call, "is_chosen", lambda *_: False)
+        again.generate(prompt(9), **{**few, **change})
+        assert again.last_speculation.refusal is None
 
 
 def test_calls_that_draft_always_and_memory_of_their_own() -> None:

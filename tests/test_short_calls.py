@@ -71,6 +71,7 @@ def test_a_call_that_was_found_short_is_not_prepared_again(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(short_calls, "_SECONDS_PER_MODULE", 10.0)
+    monkeypatch.setattr(prepare, "is_not_worth_measuring", lambda request: False)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0}
     plain = model.generate(prompt(9), **options)
 

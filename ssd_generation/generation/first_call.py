@@ -28,15 +28,20 @@ from ..support.parallel import mesh_of
 from ..support.progress import without_bars
 from ..tuning.automatic import choose_in_parts, is_chosen
 from ..tuning.plan_passes import batch_invariance_to_check, plan_passes
+from ..tuning.short_calls import FEW
 from .current import under_way
 from .request import Request, prompt_of
 
 if TYPE_CHECKING:
     from ..tuning.model_check import ModelCheck
 
-__all__ = ["FirstCall", "FirstCallPart", "is_first_call"]
+__all__ = ["FirstCall", "FirstCallPart", "is_first_call", "is_not_worth_measuring"]
 
 logger = logging.getLogger(__name__)
+
+_SHORT_CALLS = 16
+"""Calls for up to `FEW` tokens in a process before costs are measured for such calls: by then plain decoding has taken
+about as long as measuring does."""
 
 
 class FirstCallPart(Part):
@@ -46,11 +51,13 @@ class FirstCallPart(Part):
         lock: held by the thread that prepares drafts between the tokens of a text.
         is_over: whether all was prepared, by this process or an earlier one, or failed; later calls measure what they
             lack beforehand.
+        short_calls: number of calls that were too short to measure for.
     """
 
     def __init__(self) -> None:
         self.lock = ForkSafeRLock()
         self.is_over = False
+        self.short_calls = 0
 
 
 def is_first_call(request: Request) -> bool:
@@ -63,22 +70,45 @@ def is_first_call(request: Request) -> bool:
         request: request of the call.
     """
     model, prompts = request.model, prompt_of(request.args, request.kwargs)
-    part = state_of(model).get(FirstCallPart)
-    may_be = (
-        request.is_auto
-        and not part.is_over
-        and request.kwargs.get("streamer") is not None
+    return (
+        request.kwargs.get("streamer") is not None
         and prompts is not None
         and len(prompts) == 1
+        and module_states(model) is None
+        and not has_states(model)
+        and _has_to_measure(request)
+    )
+
+
+def is_not_worth_measuring(request: Request) -> bool:
+    """Tell whether a call requests so few tokens that it does not wait for measurements; count it if so.
+
+    A process that makes many such calls measures after `_SHORT_CALLS` of them, or in its first longer one.
+
+    Args:
+        request: request of the call.
+    """
+    few, part = request.few_tokens, state_of(request.model).get(FirstCallPart)
+    is_short = few is not None and few <= FEW and not request.reads_less and part.short_calls < _SHORT_CALLS
+    if not (is_short and _has_to_measure(request)):
+        return False
+    part.short_calls += 1
+    return True
+
+
+def _has_to_measure(request: Request) -> bool:
+    """Tell whether a call on a CPU drafts by `"auto"`, which nothing is known for yet."""
+    model, part = request.model, state_of(request.model).get(FirstCallPart)
+    may_have_to = (
+        request.is_auto
+        and not part.is_over
         and next(model.parameters()).device.type == "cpu"
         and mesh_of(model) is None
         and not is_offloaded(model)
-        and module_states(model) is None
-        and not has_states(model)
     )
-    if may_be:
+    if may_have_to:
         part.is_over = is_chosen(model, request.draft_memory)
-    return may_be and not part.is_over
+    return may_have_to and not part.is_over
 
 
 class FirstCall:

@@ -14,13 +14,15 @@ from ..decoding.loop_request import LoopRequest
 from ..decoding.statistics import SpeculationStatistics
 from ..support.warn import warn_once
 
-__all__ = ["MEASURED_MEANWHILE", "TOO_SHORT", "decode_plainly", "warn_undrafted"]
+__all__ = ["MEASURED_MEANWHILE", "NOT_MEASURED", "TOO_SHORT", "decode_plainly", "warn_undrafted"]
 
 TOO_SHORT = "it requests too few tokens for drafting to pay"
 
 MEASURED_MEANWHILE = "it is the first call for this model on this machine, which was measured between its tokens"
 
-_EXPECTED = frozenset({TOO_SHORT, MEASURED_MEANWHILE})
+NOT_MEASURED = "it requests few tokens, and drafting has not been measured on this machine yet"
+
+_EXPECTED = frozenset({TOO_SHORT, MEASURED_MEANWHILE, NOT_MEASURED})
 """Refusals without a warning."""
 
 

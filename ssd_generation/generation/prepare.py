@@ -17,8 +17,8 @@ from ..tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_m
 from ..tuning.moving_weights import weights_in_use
 from .call import Call
 from .current import under_way
-from .first_call import FirstCall, is_first_call
-from .plain import MEASURED_MEANWHILE, TOO_SHORT
+from .first_call import FirstCall, is_first_call, is_not_worth_measuring
+from .plain import MEASURED_MEANWHILE, NOT_MEASURED, TOO_SHORT
 from .request import Request
 
 __all__ = ["check", "prepare", "prepare_unasked"]
@@ -72,6 +72,9 @@ def prepare(request: Request, generate_of: GenerateOf) -> Call:
             request.resolve()
         if request.is_short:
             call.refusal = TOO_SHORT
+            return call
+        if is_not_worth_measuring(request):
+            call.refusal = NOT_MEASURED
             return call
         if is_first_call(request):
             call.first = FirstCall(request, partial(check, model, generate_of, tokenizer=tokenizer))

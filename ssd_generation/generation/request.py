@@ -92,7 +92,7 @@ class Request:
         if self.asked is True:
             self.asked = stored_default(self.model, self.generation_config)
         self.drafter = self.asked if isinstance(self.asked, Drafter) else None
-        if self.is_auto and (few := self.few_tokens) is not None and few <= _SHORT and self._reads_less:
+        if self.is_auto and (few := self.few_tokens) is not None and few <= _SHORT and self.reads_less:
             self.asked = _NOTHING  # a prefix is reused; nothing has to be measured for that
 
     @property
@@ -124,7 +124,7 @@ class Request:
         return asked if isinstance(asked, int) else None
 
     @property
-    def _reads_less(self) -> bool:
+    def reads_less(self) -> bool:
         """True if an earlier call may have read a part of the prompt, which saves time however few the new tokens."""
         prompt = prompt_of(self.args, self.kwargs)
         return prompt is not None and prompt.shape[1] > FEWEST and reuses_prefixes(self.model)
@@ -133,7 +133,7 @@ class Request:
     def is_short(self) -> bool:
         """True if it is known beforehand that preparing drafts costs more than they save."""
         few = self.few_tokens
-        if few is None or self._reads_less:
+        if few is None or self.reads_less:
             return False
         return few <= _SHORT or (self.is_auto and is_known_short(self.model, few))
 
@@ -141,7 +141,7 @@ class Request:
     def is_found_short(self) -> bool:
         """True if the same is known after `"auto"` has found its config."""
         few = self.few_tokens
-        if few is None or self.config is None or self._reads_less:
+        if few is None or self.config is None or self.reads_less:
             return False
         return is_short_for(self.model, self.config, few)
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     from ..config import SelfSpeculativeConfig
 
-__all__ = ["ShortCallsPart", "is_known_short", "is_short_for"]
+__all__ = ["FEW", "ShortCallsPart", "is_known_short", "is_short_for"]
 
 _SECONDS_PER_MODULE = 6e-5
 """Time of a call's preparation: 28 ms for the 460 modules of SmolLM2-135M, on an AMD EPYC (Milan). A constant:
 with stored costs no decision depends on the clock."""
 
-_FEW = 8
+FEW = 8
 """New tokens up to which a call may be short. In longer ones prompt lookup may save more than stored costs predict."""
 
 
@@ -60,5 +60,5 @@ def is_short_for(model: PreTrainedModel, config: SelfSpeculativeConfig, new_toke
     saved_per_token = seconds_saved(config)
     preparation = _SECONDS_PER_MODULE * len(modules_of(model))
     # The first token comes from the prompt.
-    part.longest = max((n for n in range(1, _FEW + 1) if (n - 1) * saved_per_token < preparation), default=0)
+    part.longest = max((n for n in range(1, FEW + 1) if (n - 1) * saved_per_token < preparation), default=0)
     return new_tokens <= part.longest
