@@ -462,8 +462,8 @@ def main() -> None:
     parser.add_argument(
         "--fused",
         choices=["none", "rows", "whole"],
-        help="what to compile before passes are captured: nothing, norms with gated activations and rotary embeddings, "
-        "or all of a pass; left out: what decoding does by itself",
+        help="what to compile before passes are captured: none, rows (norms, gated activations, rotary embeddings) or "
+        "whole (all of a pass); default: as in decoding, which compiles rows in a thread and uses them if faster",
     )
     parser.add_argument(
         "--methods",

@@ -90,7 +90,7 @@ def has_no_keys(layer: Any) -> bool:
 
 
 class PassState(NamedTuple):
-    """A state that a pass goes on from, `(rows, …)`.
+    """Recurrent state that a pass continues from, `(rows, …)`.
 
     Attributes:
         source: the state before the pass.

@@ -204,8 +204,8 @@ def _speed_verdict(comparison: Comparison, config: SelfSpeculativeConfig) -> str
         line += f"; that gave {result.tokens_per_round:.2f} tokens per round." if result.tokens_per_round else "."
     if result.self_drafted_acceptance is not None and result.looked_up_acceptance is not None:
         line += (
-            f" Of what the model drafted itself {result.self_drafted_acceptance:.0%} was accepted, of what it looked "
-            f"up {result.looked_up_acceptance:.0%}."
+            f" Acceptance rate: {result.self_drafted_acceptance:.0%} of the tokens that the model drafted itself, "
+            f"{result.looked_up_acceptance:.0%} of those that prompt lookup drafted."
         )
     return line
 
@@ -261,7 +261,7 @@ def _reasons(draft: Draft, costs: Costs | None) -> list[str]:
 
 
 def _measured(costs: Costs, drafts_itself: bool) -> str:
-    """Format costs: "a draft step costs 0.45 of a plain one, a check of 2, 4, 8 tokens 1.02, 1.10, 1.31"."""
+    """Format costs: "a draft step costs 0.45 of a plain one, verifying 2, 4, 8 tokens 1.02, 1.10, 1.31"."""
     lengths = [n for n, _ in costs.verify if n in _VERIFY_LENGTHS] or [costs.verify[-1][0]]
     checks = ", ".join(f"{costs.verify_seconds(n) / costs.plain_step:.2f}" for n in lengths)
     draft = f"a draft step costs {costs.draft_step / costs.plain_step:.2f} of a plain one, " if drafts_itself else ""

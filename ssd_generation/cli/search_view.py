@@ -161,10 +161,10 @@ def describe_draft(config: SelfSpeculativeConfig, num_layers: int) -> list[str]:
         if precision.head == name:
             parts.append("the LM head")
         if parts:
-            others = " that is kept" if config.skip and any(p.startswith("all") for p in parts) else ""
+            others = " that is not skipped" if config.skip and any(p.startswith("all") for p in parts) else ""
             lines.append(f"{name} copies of {', '.join(parts)}{others}")
     if not lines:
-        lines.append("keeps everything: nothing pays on this machine")
+        lines.append("skips nothing and copies nothing: no draft of the search pays on this machine")
     if config.lookup is not None:
         lines.append("and prompt lookup, which costs nothing")
     return lines

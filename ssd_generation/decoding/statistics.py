@@ -26,7 +26,7 @@ class SpeculationStatistics:
         batch_size: rows generated at once.
         prompt_tokens: tokens of the prompt, padding included, per row.
         generated_tokens: new tokens, summed over rows; those of the prompt pass included, padding not.
-        target_passes: passes of the whole model, the prompt's included.
+        target_passes: passes of the target model, the prompt's included.
         draft_passes: passes of the model in skip mode (one drafted token per row each).
         drafted_by_depth: how often a token was drafted as the first, second, … of its round.
         judged_by_depth: how often all tokens before it were accepted, so that it was judged.

@@ -337,7 +337,7 @@ def protections() -> dict[str, str]:
     both = f"kernel: seccomp and Landlock (version {kernel.landlock})" if kernel.landlock else "kernel: seccomp"
     return {
         "time": "the parent's clock; kernel: resource limit on processor time",
-        "memory": "kernel: resource limit on address space" + ("" if linux else ", as far as this system keeps it"),
+        "memory": "kernel: resource limit on address space" + ("" if linux else ", as far as this system enforces it"),
         "threads": "counted by the parent" if linux else "none",
         "processes": held("kernel: seccomp", "processes"),
         "programs": held(both, "programs"),

@@ -136,7 +136,7 @@ class Forward:
             NoRoomForStates: there is no memory for a copy of the states.
         """
         assert context.checkpoint is not None
-        if self._captured is not None and self._captured.goes_on_from_states(tokens, rows, context):
+        if self._captured is not None and self._captured.continues_from_states(tokens, rows, context):
             context.checkpoint.reserve(context.cache)
         else:
             context.checkpoint.save(context.cache, context.length)

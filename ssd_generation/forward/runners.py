@@ -253,7 +253,7 @@ class CapturedRunner:
         logits[which] = found[:, 0]
         return logits
 
-    def goes_on_from_states(self, count: int, rows: int, context: Context) -> bool:
+    def continues_from_states(self, count: int, rows: int, context: Context) -> bool:
         """Tell whether a pass over `count` tokens of each row, with recurrent states, is captured."""
         places, checkpoint = context.places(rows), context.checkpoint
         if self._captured is None or places is None or checkpoint is None or count < self._shortest:
@@ -263,12 +263,12 @@ class CapturedRunner:
     def _with_states(
         self, tokens: torch.Tensor, positions: torch.Tensor, context: Context, places: Sequence[TextPlace]
     ) -> torch.Tensor | None:
-        """Return `_logits` of a pass that goes on from a checkpoint of recurrent states."""
+        """Return `_logits` of a pass that continues from a checkpoint of recurrent states."""
         captured, checkpoint = self._captured, context.checkpoint
         assert captured is not None and checkpoint is not None
         rows, count = tokens.shape
         may_fail = count > 1
-        if not self.goes_on_from_states(count, rows, context):
+        if not self.continues_from_states(count, rows, context):
             return None
         states, again = checkpoint.states_of_pass(context.cache, context.length, may_fail)
         if again is not None:

@@ -168,7 +168,7 @@ class FirstCall:
         assert self._parts is not None
         started = time.perf_counter()
         try:
-            # The text goes on as if nothing had happened: the same random numbers, and the same state of the modules.
+            # Preparing must not change the text: random numbers and the state of the modules are restored.
             with (
                 under_way(None),
                 looking_once(),

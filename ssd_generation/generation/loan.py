@@ -1,4 +1,4 @@
-"""Loan of a call: what it borrows of its cache and its model, and gives back."""
+"""Preparation of a call's cache for this library's passes, and its restoration at the end of the call."""
 
 from __future__ import annotations
 

@@ -102,7 +102,10 @@ def load_lookup_texts(model: PreTrainedModel, path: str | os.PathLike[str]) -> i
             texts = {kind: _texts_of(file, kind) for kind in _KINDS}
         checked = {kind: [_checked(model, text) for text in texts[kind]] for kind in _KINDS}
     except (TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{shown} is no file of lookup texts of this model, or damaged ({clipped(error)}).") from error
+        raise ValueError(
+            f"{shown} is no file of lookup texts of this model, or damaged ({clipped(error)}). Write it anew with "
+            "save_lookup_texts, from a model with the same tokenizer."
+        ) from error
     store = _store_of(model)
     for text in checked["permanent"]:
         store.add_permanent(text)

@@ -97,7 +97,10 @@ def load_prefix_cache(model: PreTrainedModel, path: str | os.PathLike[str]) -> i
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         runs = _runs_of(about, tensors)
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{shown} is no file of prefixes, or damaged ({clipped(error)}).") from error
+        raise ValueError(
+            f"{shown} is no file of prefixes, or damaged ({clipped(error)}). Read the texts again and write it anew "
+            "with save_prefix_cache."
+        ) from error
     here, there = _made_by(model), about["made_by"]
     if differing := [name for name in here if there.get(name) != here[name]]:
         raise ValueError(

@@ -127,7 +127,7 @@ def reuses_prefixes(model: PreTrainedModel) -> bool:
 
 
 def follow_weights_of(model: PreTrainedModel) -> None:
-    """Drop a model's prefixes if its weights are others than those that computed them, as far as `_weights` tells.
+    """Drop a model's prefixes if its weights have changed since these were computed, by the quick test of `_weights`.
 
     Args:
         model: the target model.
@@ -345,7 +345,7 @@ def _weights(model: PreTrainedModel) -> Hashable:
 
 
 def digest_of(model: PreTrainedModel) -> str:
-    """Return a digest of the numbers in all weights and buffers and of their places, in the time of a reading.
+    """Return a digest of all weights and buffers that depends on the order of their numbers; reads each number once.
 
     Args:
         model: the target model.

@@ -41,7 +41,7 @@ def _is_often(taken: int, seconds: float) -> bool:
 class ThreadsAtWork:
     """torch's threads during one call: they sleep while waiting, as long as others work on the same cores.
 
-    A call begins with the finding at the end of the one before.
+    A call starts with the way of waiting, spinning or sleeping, that the previous call ended with.
 
     Args:
         device: device of the model; nothing is done unless it is a CPU.
@@ -77,7 +77,7 @@ class ThreadsAtWork:
         self._sleeping.close()
 
     def look(self) -> None:
-        """Change the way of waiting between two rounds, if it is time to check and the finding has changed."""
+        """Change the way of waiting between two rounds, if it is time to check and the load has changed."""
         if self._is_used and (now := self._clock()) - self._since >= _LOOK:
             self._note(now)
             self._sleep(ThreadsAtWork._crowded)

@@ -35,7 +35,7 @@ from ..support.files import write_whole
 from ..support.messages import shown
 from ..support.reading import PROFILE, read_json
 from ..tuning.costs import LONGEST_VERIFIED, Passes
-from ..tuning.measuring import describe_machine, time_in_turns
+from ..tuning.measuring import describe_machine, time_interleaved
 from ..tuning.plan_passes import plan_passes
 from .space import KEEP
 
@@ -324,7 +324,7 @@ class _Profiler:
         self.done += 1
         for which, length in ((self.whole, 1), *passes.values()):
             which.once(length)  # captures the pass, touches the memory
-        timings = time_in_turns(
+        timings = time_interleaved(
             partial(self.whole.once, 1),
             {name: partial(which.once, length) for name, (which, length) in passes.items()},
             # Passes of small models vary more, and take less time.

@@ -240,7 +240,7 @@ def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path
     ax.set_xlabel("layer")
     used = {c for name, c in (chosen.choices if chosen else {}).items() if name.startswith(tuple(kinds))}
     legend = [f"{marks[c]} = {'left out' if c == SKIP else c}" for c in (SKIP, "int8", "int4") if c in used]
-    ax.set_title(f"The chosen draft ({', '.join(legend) or 'everything kept'})", fontsize=10)
+    ax.set_title(f"The chosen draft ({', '.join(legend) or 'nothing left out'})", fontsize=10)
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.03, pad=0.02)
     bar.set_label("acceptance lost", fontsize=8)
     return _saved(ax, path)

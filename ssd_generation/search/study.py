@@ -488,7 +488,7 @@ class Search:
         """Discard a trial if its draft was judged before, or is being judged in a trial with a lower number."""
         other = self._same_draft(trial, key)
         if other is not None and other.state is TrialState.RUNNING:
-            self._discard(trial, "another worker is at it")
+            self._discard(trial, "another worker is judging it")
         if other is not None:
             trial.set_user_attr("repeats", other.number)
             self._discard(trial, "repeats another")

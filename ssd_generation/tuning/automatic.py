@@ -248,7 +248,7 @@ class _Question:
 def is_chosen(model: PreTrainedModel, draft_memory: float | None = None) -> bool:
     """Tell whether `automatic_choice` was made before for this model and budget on this machine.
 
-    It takes a millisecond: candidates are not looked at.
+    It takes a millisecond: candidates are not enumerated.
 
     Raises:
         TypeError, ValueError: as in `automatic_choice`.
@@ -257,7 +257,7 @@ def is_chosen(model: PreTrainedModel, draft_memory: float | None = None) -> bool
 
 
 def _described_briefly(model: PreTrainedModel, draft_memory: float | None) -> dict[str, Any]:
-    """Describe a model and a budget; unlike `_Question.described`, without a look at the candidates."""
+    """Describe a model and a budget; unlike `_Question.described`, without enumerating the candidates."""
     return {
         "what": "auto, chosen",
         "name": getattr(model.config, "_name_or_path", None),

@@ -38,7 +38,7 @@ from ..support.progress import progress_bar
 from ..support.tensors import argmax
 from ..support.timing import Stopwatch
 from ..support.versions import cache_argument
-from .measuring import describe_machine, describe_model, time_in_turns
+from .measuring import describe_machine, describe_model, time_interleaved
 from .plan_passes import plan_passes
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _measure(
         for length in lengths:
             passes.once(length)  # capture, first touch
             bar.update()
-        timings = time_in_turns(
+        timings = time_interleaved(
             partial(passes.once, 1),
             {length: partial(passes.once, length) for length in lengths},
             # Processes that compute one model together stop together.

@@ -37,7 +37,7 @@ from ..support.progress import progress_bar
 from ..support.source_code import code_of, code_of_package
 from ..support.timing import Stopwatch
 from ..support.versions import cache_argument
-from .measuring import describe_model, time_in_turns
+from .measuring import describe_model, time_interleaved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +132,7 @@ def batch_invariance_of_captured(
 
 
 def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
-    """Decide for `batch_invariance_of_captured`, without its memory."""
+    """Return the answer of `batch_invariance_of_captured`, not memoised."""
     if exactness is None and not is_free(model):
         if has_states(model):
             return None, f"some of its attention has no kernel here; {HOW_TO_ASK}"
@@ -277,11 +277,11 @@ def _find_out(model: PreTrainedModel) -> Any:
 
 
 def _confirmed(text: _Text, progress: Callable[[], Any]) -> tuple[int, ...]:
-    """Return widths of passes by JIT-compiled kernels that give every token the same bits; none where others do not.
+    """Return the widths at which JIT-compiled kernels give every token the same bits; empty unless 1 is one of several.
 
-    These kernels are batch-invariant by design, so that one pass of each width confirms it: over tokens that have other
-    places in it than in a pass over all of them, and after the keys and values of that pass. Every other pass is filled
-    up by a token.
+    These kernels are batch-invariant by design, so one pass of each width confirms it. It covers the last tokens of the
+    text, after the keys and values of a pass over all tokens, and must give the logits of that pass. Every second width
+    is tested with one token less, filled up.
 
     Args:
         text: the text that is decoded.
@@ -446,7 +446,7 @@ def _cost(model: PreTrainedModel) -> Any:
         usual, exact = passes(None), passes(BatchInvariance(_kernels(model)[0], WIDTHS))
         ratios, times = [], []
         for count in _TIMED:
-            timings = time_in_turns(
+            timings = time_interleaved(
                 partial(usual, count),
                 {count: partial(exact, count)},
                 is_over=lambda repeats, spent: broadcast(model, repeats >= 3 and spent > _SECONDS / len(_TIMED)),

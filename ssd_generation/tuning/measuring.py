@@ -29,7 +29,7 @@ from ..support.tensors import rest_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TimingsInTurns", "describe_adapters", "describe_machine", "describe_model", "time_in_turns"]
+__all__ = ["InterleavedTimings", "describe_adapters", "describe_machine", "describe_model", "time_interleaved"]
 
 _MOST_REPEATS = 15
 
@@ -127,7 +127,7 @@ def describe_adapters(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class TimingsInTurns:
+class InterleavedTimings:
     """Times of passes interleaved with plain steps.
 
     Attributes:
@@ -155,13 +155,13 @@ class TimingsInTurns:
         return [self.plain_steps, *self.passes.values()]
 
 
-def time_in_turns(
+def time_interleaved(
     plain: Callable[[], float],
     passes: Mapping[Any, Callable[[], float]],
     is_over: Callable[[int, float], bool],
     most_repeats: int = _MOST_REPEATS,
     progress: Callable[[int, int], Any] = lambda repeats, count: None,
-) -> TimingsInTurns:
+) -> InterleavedTimings:
     """Time passes interleaved with plain steps: the one way in which this library measures the cost of a pass.
 
     The machine changes from one moment to the next: other work takes memory bandwidth or lowers the clock. So each pass
@@ -174,7 +174,7 @@ def time_in_turns(
         most_repeats: maximum number of repetitions.
         progress: called with the repetitions done, and the passes made since.
     """
-    timings = TimingsInTurns([], {name: [] for name in passes}, {name: [] for name in passes})
+    timings = InterleavedTimings([], {name: [] for name in passes}, {name: [] for name in passes})
     names = list(passes)
     started, after = time.perf_counter(), plain()
     for repeat in range(most_repeats):

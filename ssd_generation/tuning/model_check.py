@@ -81,8 +81,8 @@ _TOLERANCE = 2e-3
 """Highest root mean square of the logits' difference over their standard deviation; rounding stays far below."""
 _TOLERANCE_HALF = 0.02
 _MOST_HALF = 0.1
-"""Upper bound of the tolerance in half precision, where rounding may take more: four times the difference between a
-text decoded alone and next to itself, once or as often as fills the widest pass."""
+"""Upper bound of the tolerance in half precision. Up to it the tolerance is `_TIMES_ROUNDING` times the effect of
+rounding, measured by decoding the text in several identical rows, or with embeddings rounded differently."""
 _TIMES_ROUNDING = 4.0
 
 _PLAIN_FAILS = "plain decoding of a few tokens fails"
@@ -276,7 +276,7 @@ def _read(answer: Any) -> ModelCheck:
 
 
 def _tried(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
-    """Check a model; where weights are offloaded, by a stand-in of the same code that needs none of them."""
+    """Check a model; where weights are offloaded, check a replacement model with the same code and without them."""
     if is_offloaded(model):
         with contextlib.suppress(CannotStandIn), stand_in(model) as (other, _):
             forbid_capture(other, "its weights are offloaded")  # nor are the model's own passes captured
@@ -389,8 +389,8 @@ def _difference(
         return f"its passes over several tokens gave {len(drafted)} tokens instead of {len(plain)}"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return _too_far(model, distances(plain, drafted).max(), _TOLERANCE)
-    # Rounding alone makes long texts diverge here, in passes of another width. At equal width it is no excuse: a
-    # token's logits do not depend on those after it (except that one expert may get more of them).
+    # In half precision rounding makes logits differ between widths. It does not explain differences at equal width: a
+    # token's logits do not depend on the tokens after it (except that an expert may get more of them).
     others = distances(drafted, decode(text.with_other_drafts(), True, lockstep).logits).max()
     # Where rounding decides between two experts, single tokens may be far apart.
     apart = distances(plain, drafted).median(dim=0).values.max()
@@ -513,7 +513,7 @@ def _after_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> For
     keys differ each time; if they were equal, a wrong choice among them would go unnoticed.
 
     Returns:
-        The text; `None` where the model sees all of a text, has a window too large to try, or a cache of its own make.
+        The text; `None` where the model sees all of a text, has a window too large to try, or a cache class of its own.
     """
     config = model.config.get_text_config(decoder=True)
     windows = [
@@ -538,7 +538,7 @@ def _after_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> For
             noise = torch.randn(keys.shape, generator=generator, device="cpu").to(keys) * keys.std() * 0.1
             cache.update(keys + noise, values, index)
         seen = int(cache.get_seq_length())
-    except Exception:  # a cache of its own make
+    except Exception:  # a cache class of the model's own
         return None
     ids = text.inputs["input_ids"]
     prompt = ids.repeat(1, -(-seen // ids.shape[1]) + 1)[:, : seen + 2]

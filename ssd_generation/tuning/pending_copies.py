@@ -27,7 +27,7 @@ _TO_COME = 4
 
 
 class PendingCopiesPart(Part):
-    """Copies that a model's calls have done without.
+    """Low-bit copies that a model lacks, and the time that its calls would have saved with them.
 
     Attributes:
         forgone: upper bound on the seconds that the calls so far would have saved with copies.
@@ -70,9 +70,9 @@ def pending_copies(
 ) -> PendingCopies | None:
     """Return the copies that a call makes between its tokens; `None` where it has all, or makes them beforehand.
 
-    Calls that are too short for them, with those before, make none: they draft by lookup alone. By costs that were
-    stored, no decision depends on the clock. Where a config has no costs or another policy than `"cost"`, it asks for
-    drafts in any case.
+    No copies are made while the calls so far, this one included, are too short for copies to pay: these draft by lookup
+    alone. With stored costs, no decision depends on the clock. A config without costs, or with a policy other than
+    `"cost"`, has its copies made beforehand.
 
     Args:
         model: the target model.

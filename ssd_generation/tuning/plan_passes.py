@@ -25,8 +25,8 @@ __all__ = ["batch_invariance_of", "batch_invariance_to_check", "plan_passes", "r
 
 
 _FEWEST_BY_TILES = 4
-"""Texts of a batch from which on passes by AMX are faster. Its bits are not those of passes over a single text, which
-such a batch has not got in any case where torch reads the prompts of all texts together."""
+"""Rows of a batch from which on passes by AMX are faster. Their bits differ from those of a single row's passes; so do
+those of any batch whose prompts torch reads together."""
 
 _TOGETHER = "the rows of a batch go through the model's own code together"
 

@@ -45,7 +45,8 @@ _PAYS = 0.95
 """Highest cost of the JIT-compiled kernels, relative to torch's, at which they read prompts."""
 
 _PAYS_REUSED = 4.0
-"""The same where keys and values are reused by later calls: a prompt that continues four others costs less then."""
+"""The same where later calls reuse keys and values: reading the last fifth of a prompt at this cost is faster than
+reading all of it by torch."""
 
 _ROWS = 128
 """Number of prompt tokens that matrices are multiplied by."""
@@ -58,7 +59,7 @@ _EXPERTS = 2
 
 _REPEATS = 3
 _LOOKS = 3
-"""Number of times that the kernels have to be found faster: another process slows torch's threads down more."""
+"""Number of measurements, all of which have to find the kernels faster: other load slows torch's threads down more."""
 _TOKENS = 40
 _REST = 30
 """Tokens after the parts of a text that is read in parts."""

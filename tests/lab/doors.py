@@ -3,7 +3,7 @@
     python -m tests.lab.doors [--model FOLDER] [--dtype bfloat16] [--new-tokens 64] [--repeats 2]
                                               [--only NAME ...] [--json]
 
-Both are called in turn, on the same questions, greedily; each door's command is in docs/integrations.md or
+Both decode the same questions greedily, interleaved; the command of each program is in docs/integrations.md or
 docs/serving.md. A program that is not installed is left out, with a line that says so. `tests.lab.rollouts` times
 trainers, and `tests.lab.constrained` more of JSON.
 """
@@ -348,7 +348,7 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = program.parsed(words)
     doors = [door for door in DOORS if any(word in door.name for word in arguments.only or [door.name])]
     if not doors:
-        program.error(f"there is no such door; there are: {'; '.join(door.name for door in DOORS)}")
+        program.error(f"--only names no program; choose from: {'; '.join(door.name for door in DOORS)}")
     _hush()
     found = []
     for row in measure_doors(arguments.model, arguments.dtype, arguments.new_tokens, arguments.repeats, doors):

@@ -264,7 +264,7 @@ def _table(found: dict[str, Any]) -> str:
         f"{found['machine']}; {found['dtype']}; " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()),
         f"A pass brings {found['streamed_bytes'] / 1e9:.2f} GB into memory; memory: {found['memory']}"
         + ("" if found["memory_bytes"] is None else f", {found['memory_bytes'] / 1e9:.2f} GB, page cache included"),
-        f"Left by the process that was killed: {found['left_by_the_killed']['copies']} copies. "
+        f"Copies that the killed process had stored: {found['left_by_the_killed']['copies']}. "
         f"Then: {found['copies'] or 'none'}.",
         "",
         "method          tokens/s   loaded/token   read from disk/token   passes",

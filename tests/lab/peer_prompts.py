@@ -1,4 +1,4 @@
-"""Prompts here and in other runtimes: time to the first token, the first and the second time of asking, and a chat.
+"""Prompts here and in other runtimes: time to the first token of a new and of a repeated prompt, and of a chat.
 
     python -m tests.lab.peer_prompts --model FOLDER [--gguf FILE …] [--openvino FOLDER …] [--lengths 64 256 500 2000]
                                      [--document 2000] [--turns 10]

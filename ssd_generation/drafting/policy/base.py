@@ -9,8 +9,8 @@ from typing import NamedTuple
 __all__ = ["LEAD", "NO_MATCH", "DraftPolicy", "Match"]
 
 LEAD = 8
-"""Tokens that a row of a batch may be ahead of the slowest one to draft, by default; rounds that it may take until that
-one has caught up."""
+"""Default lead, in tokens, over the slowest row of a batch up to which a row drafts; also the number of rounds within
+which the slowest row would have to catch up."""
 
 
 class Match(NamedTuple):

@@ -226,8 +226,8 @@ class Budget:
     def lead(self) -> int:
         """Largest lead with which a row drafts, in tokens: the slowest row would catch up within `LEAD` rounds.
 
-        A batch lasts as long as its slowest row. While that one gains nothing by drafts, drafts of rows ahead of it are
-        of no use.
+        A batch lasts as long as its slowest row. While drafting does not speed up that row, drafts of rows that lead it
+        save nothing.
         """
         return min(int(LEAD * (self._pace - 1.0)), _MOST_LEAD)
 

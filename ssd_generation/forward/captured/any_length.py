@@ -67,9 +67,9 @@ class PassCapture:
     """Capture of the passes of one model.
 
     Args:
-        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the whole model.
+        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the target model.
         knows_windows: whether the attention of the captured passes knows about sliding windows.
-        whole: captures of the whole model that others may share; `None` where something is left out.
+        whole: captures of the target model that others may share; `None` where something is left out.
         does_one: whether a pass over a single token is treated like others. Many models have a separate case for it,
             which computes the same.
     """

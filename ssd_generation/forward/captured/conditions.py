@@ -116,7 +116,7 @@ def why_not_on(
         hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
         if hooks and any(map(does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
             return f"a hook is installed on {type(module).__name__}"
-        # Most modules have none, and all are looked at in each call.
+        # Tested first: few modules have one, and every call checks all modules.
         if ("forward" in module.__dict__ and has_patched_forward(module)) or module._compiled_call_impl is not None:
             return f"the forward of {type(module).__name__} is patched or compiled"
         if not is_replaced and not type(module).__module__.startswith(_CAPTURED_CODE):

@@ -349,7 +349,7 @@ def at_length(common: CapturedPass, length: int) -> CapturedPass:
     for of_any, node in zip(common.nodes, made.nodes, strict=True):
         shape = of_any.meta.get("shape") or ()
         growing = [(dim, size) for dim, size in enumerate(shape) if isinstance(size, _Grows)]
-        # Elementwise kernels go by this, not by sizes, which may be the same by chance at one of the lengths.
+        # Elementwise kernels depend on this, not on sizes, which may be equal by chance at one of the lengths.
         if len(growing) == 1 and growing[0][1].start == 0:
             node.meta["tokens at"] = growing[0][0], growing[0][1].step
     return made

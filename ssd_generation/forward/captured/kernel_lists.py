@@ -60,7 +60,7 @@ _OF_SCANS = ("A", "D", "dt_bias")
 """Weights of a selective scan, which its kernel reads as float32."""
 
 _SHARE = 4096
-"""Elements between two layers that are worth a separate part of the work."""
+"""Elements per work item of a kernel between two linear layers."""
 
 
 _LARGEST = torch.finfo(torch.float32).max

@@ -101,7 +101,7 @@ class ModelCalls:
         model = self._model
         is_eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
         its_states = layers_with_steps(model) if self._states else []
-        # On a GPU, operations of experts are recorded one by one, and recordings are replayed.
+        # On a GPU, the operations of experts are captured one by one, and replayed as part of a CUDA graph.
         its_experts = experts_of(model) if self._device.type == "cpu" else []
         patched = [(module, partial(self.experts, module)) for module in its_experts]
         # Those that a draft skips are replaced already.

@@ -78,14 +78,14 @@ __all__ = ["CapturedPart", "CapturedPasses", "captured_draft", "captured_target"
 logger = logging.getLogger(__name__)
 
 _MOST_KINDS = 2 * (1 + len(LINEARS))
-"""Kinds of passes of a whole model: with any kernel or none, to decode and to read prompts."""
+"""Kinds of passes of a target model: with any kernel or none, to decode and to read prompts."""
 
 _MOST_FILLED = 2.0
-"""Passes over several texts, in passes of their own width, that may be lost to wider ones before theirs is captured:
-capturing takes about as long (40 ms for 30 layers)."""
+"""Time that filling up wider passes may cost before a width is captured, in passes of that width: capturing takes about
+as long (40 ms for 30 layers)."""
 
 _DOUBLES = 16
-"""Tokens more, about, with which a pass over a few takes twice as long."""
+"""Additional tokens that double the time of a pass over a few tokens, roughly."""
 
 _ROOMY = (4, 8, 16, 32, 64, 128, 256)
 """Widths of `TEXT_WIDTHS` that are captured first where passes become wider."""
@@ -100,13 +100,13 @@ class CapturedPasses:
 
     Args:
         model: the target model.
-        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the whole model.
+        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the target model.
         skipped_attention: layers whose attention the draft leaves out.
         copies: low-bit copies that the draft computes from, or `None`.
-        batch_invariance: means by which the bits of the whole model do not depend on the width of a pass; `None`: they
+        batch_invariance: means by which the bits of the target model do not depend on the width of a pass; `None`: they
             may.
         of_prompts: whether passes read prompts: these compute no logits.
-        leaves_out: whether anything of the model is left out, or runs differently from the whole model.
+        leaves_out: whether anything of the model is left out, or runs differently from the target model.
     """
 
     def __init__(
@@ -214,9 +214,10 @@ class CapturedPasses:
         return total if self.batch_invariance is None else self.batch_invariance.width(total)
 
     def _wider(self, own: int) -> int:
-        """Return the width to use for one not captured so far: that of a wider pass, until the own one is due.
+        """Return the width of the pass to run where this width is not captured yet.
 
-        Where there are narrower ones alone, the next to be captured has room, since widths vary with the drafts.
+        A wider captured pass is filled up until that has cost more than `_MOST_FILLED`; then this width is captured.
+        If all captured passes are narrower, a width of `_ROOMY` is captured, since widths vary with the drafts.
         """
         known = [width for width, program in self._programs.items() if program is not None]
         wider = min((width for width in known if width > own), default=None)
@@ -295,7 +296,7 @@ class CapturedPasses:
         """Run a pass.
 
         Args:
-            cache: the target's cache. The whole model's tokens are appended to it; a draft's are written after its
+            cache: the target's cache. The target model's tokens are appended to it; a draft's are written after its
                 tokens and not counted.
             ids (`torch.LongTensor` of shape `(B, n)`): the tokens of each text.
             positions (`torch.LongTensor` of shape `(B, n)`): their positions.
@@ -350,7 +351,7 @@ class CapturedPasses:
         texts: Sequence[TextPlace],
         appended: int,
     ) -> torch.Tensor | None:
-        """Run the whole model over more texts than one pass has room for; see `run`."""
+        """Run the target model over more texts than one pass has room for; see `run`."""
         count = ids.shape[1]
         most = max(TEXT_WIDTHS[-1] // count, 1)
         found = []
@@ -471,7 +472,7 @@ class CapturedPasses:
 
 
 def _lost(own: int, wider: int) -> float:
-    """Return about how many passes of a width a wider pass costs more: few tokens more hardly cost time."""
+    """Estimate the extra time of a wider pass, in passes of the own width; a few more tokens cost little."""
     return min(wider / own - 1.0, (wider - own) / _DOUBLES)
 
 
@@ -591,7 +592,7 @@ class Captures:
     """Captured passes of a model with one set of adapters.
 
     Attributes:
-        targets: passes of the whole model, by the kernel that keeps their bits the same; those that read prompts have
+        targets: passes of the target model, by the kernel that keeps their bits the same; those that read prompts have
             entries of their own.
         drafts: passes of its drafts, by skip set; those with low-bit copies are stored with these.
     """
@@ -667,7 +668,7 @@ def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple
 def captured_target(
     model: PreTrainedModel, batch_invariance: BatchInvariance | None = None, of_prompts: bool = False
 ) -> CapturedPasses | None:
-    """Return the whole model's passes, made anew when it has changed, or `None` where they may not be captured.
+    """Return the target model's passes, made anew when it has changed, or `None` where they may not be captured.
 
     Args:
         model: the target model.

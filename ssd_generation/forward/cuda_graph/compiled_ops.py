@@ -1,6 +1,6 @@
 """Norms, gated activations and rotary embeddings of a pass, each compiled once for all layers by torch's inductor.
 
-In a recorded pass nothing is left to the host, but the device still reads and writes memory for every small operation.
+Replaying a pass leaves nothing to the host, but the device still reads and writes memory for every small operation.
 Compiled, each of these is one kernel. Compiling takes seconds for each width; torch stores the code on disk.
 """
 

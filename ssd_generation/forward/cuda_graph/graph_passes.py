@@ -53,16 +53,16 @@ _FUSING_AFTER = 3.0
 """Seconds that replayed passes have taken in a process when compilation begins: about what that takes."""
 
 _PAYS = 0.95
-"""Share of the time of a pass by the model's own code that a replayed one may take; and of that, a narrower one."""
+"""Highest time of a replayed pass relative to the model's own code, and of a narrower pass relative to a full one."""
 
 _FIRST_TRIES = 3
 """Passes that are compared with the model's own before the first one counts; two have to agree."""
 
 _AHEAD = 2048
-"""Most slots that an arena is made for before they are needed."""
+"""Largest number of slots that an arena reserves beyond those in use."""
 
 _HALF = 0.5
-"""Share of the time of the rest of a text by the model's own code that replaying saves at least."""
+"""Share of the model's own time for the rest of a text that replaying is assumed to save."""
 
 
 class GraphPasses:
@@ -72,7 +72,7 @@ class GraphPasses:
         model: the target model.
         arena: arena with the text's keys and values.
         backend: backend that records and replays passes.
-        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the whole model.
+        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the target model.
         widths: widths of the passes, ascending.
         fuses: parts to compile, as in `FUSES`.
 
@@ -377,7 +377,7 @@ class GraphPart(Part):
     """Part of a model's state: its passes as CUDA graphs.
 
     Attributes:
-        passes: passes by skip set and precision, `None` for the whole model.
+        passes: passes by skip set and precision, `None` for the target model.
         backend: backend that records and replays them.
         arena: the keys and values that they read and write.
         fusing: compilation of passes.
@@ -397,7 +397,7 @@ class GraphPart(Part):
 
 
 def target_graphs(model: PreTrainedModel) -> GraphPasses | None:
-    """Return the whole model's passes, recorded anew when it has changed; `None` where they may not be replayed."""
+    """Return the target model's passes, captured anew when it has changed; `None` where they may not be replayed."""
     return _known(model, None, lambda arena, backend: GraphPasses(model, arena, backend, widths=WIDTHS))
 
 

@@ -40,7 +40,7 @@ class GraphTable:
         model: the target model.
         arena: arena with the text's keys and values.
         backend: backend that records and replays passes.
-        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the whole model.
+        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the target model.
         fuses: parts of passes to compile, as in `graph_passes.FUSES`.
 
     Attributes:

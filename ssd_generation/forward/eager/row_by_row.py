@@ -95,10 +95,11 @@ def _state_layers(model: PreTrainedModel) -> list[StateLayer]:
 
 
 def least_needed(model: PreTrainedModel) -> str | None:
-    """Return what must run for each token separately, as far as the linear layers show it, whatever a short text says.
+    """Return the least that must run for each token separately, by tests of the linear layers.
 
-    One layer of each class is tested. Where there are foreign ones, in half precision, no pass is captured, and
-    attention runs for each token. All that is of no use where linear layers round differently next to other tokens.
+    A check on a short text may miss it. One layer of each class is tested. With quantised or third-party layers in half
+    precision no pass is captured, and attention runs for each token. That does not help if linear layers round a token
+    differently next to other tokens: then they run for each token as well.
     """
     classes = {(type(m), type(getattr(m, "weight", None))): m for m in linears(model) if is_foreign(m)}
     needed = ATTENTION if classes and model.dtype in (torch.bfloat16, torch.float16) else None
@@ -110,10 +111,10 @@ def least_needed(model: PreTrainedModel) -> str | None:
                 needed = ATTENTION
         except Exception:  # not a layer like others: the check decides
             continue
-    return EVERYTHING if needed is not None and _any_hangs_on_width(model) else needed
+    return EVERYTHING if needed is not None and _any_depends_on_width(model) else needed
 
 
-def _any_hangs_on_width(model: PreTrainedModel) -> bool:
+def _any_depends_on_width(model: PreTrainedModel) -> bool:
     """Tell whether a linear layer's bits for a token depend on other tokens: one of each make and shape is tested.
 
     In float32 the last layer does not count, whose last bits nothing after it amplifies.
@@ -122,14 +123,14 @@ def _any_hangs_on_width(model: PreTrainedModel) -> bool:
     tops = {(type(m), type(getattr(m, "weight", None)), features(m)): m for m in linears(model, False) if m is not head}
     for module in tops.values():
         try:
-            if _hangs_on_width(module, model.dtype):
+            if _depends_on_width(module, model.dtype):
                 return True
         except Exception:  # not a layer like others: the check decides
             continue
     return False
 
 
-def _hangs_on_width(module: nn.Module, dtype: torch.dtype) -> bool:
+def _depends_on_width(module: nn.Module, dtype: torch.dtype) -> bool:
     columns, outputs = features(module) or (0, 1)
     generator = torch.Generator(device="cpu").manual_seed(0)
     widest = max(_WIDTHS)

@@ -135,7 +135,7 @@ class SkipMode:
         return bool(self._originals)
 
     def pause(self) -> None:
-        """Restore the whole model until `resume`; the stubs stay in place and pass every call on."""
+        """Run the model without skipping until `resume`; the stubs stay in place and pass every call on."""
         self._owner = None
 
     def resume(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...tuning.short_calls import FEW
 from ..methods import PLAIN, Method
 from ..results import load_average, ratios_so_far
 from ..texts import Difference, SamplingCheck, check_sampling, find_difference
@@ -184,8 +185,11 @@ class Engine:
 
     def warm_up_method(self, method: Method) -> None:
         """Call a method once, so that it builds what it needs."""
+        options = self.short_options()
+        if method.request.get("self_speculative") == "auto" and 0 < options.get("max_new_tokens", 0) <= FEW:
+            options = {**options, "max_new_tokens": FEW + 1}  # shorter calls would not measure what they draft by
         try:
-            self.make_call(method, self.inputs_to_try(), self.short_options(), self.seed_of(0, 0))
+            self.make_call(method, self.inputs_to_try(), options, self.seed_of(0, 0))
         except Exception as error:
             if not self.goes_on:
                 raise

@@ -19,7 +19,7 @@ _SHARE = 8
 
 
 def block_hashes(numbers: torch.Tensor) -> torch.Tensor:
-    """Hash the whole blocks of a tensor's bytes; those that are left over at the end are not looked at.
+    """Hash the whole blocks of a tensor's bytes; bytes after the last whole block are ignored.
 
     Args:
         numbers (`torch.ByteTensor` of shape `(bytes,)`): contiguous, on the CPU.

@@ -14,7 +14,7 @@ from .kernels import NAMES, bits_of, flags, kernel
 __all__ = ["NoKernel", "Part", "likeness", "mean_step", "pointwise_step"]
 
 _SHARE = 4096
-"""Elements that are worth a separate part of the work."""
+"""Elements per work item."""
 
 
 class NoKernel(Exception):
@@ -141,7 +141,8 @@ def _in_groups(
         sizes.insert(place, each)
         for one, way in zip(tensors, ways, strict=True):
             way.insert(place, one.stride(at))
-    for place in range(len(sizes) - 1, 0, -1):  # neighbouring dimensions that lie like one
+    # Merge neighbouring dimensions that all tensors store as if they were one.
+    for place in range(len(sizes) - 1, 0, -1):
         if all(one[place - 1] == one[place] * sizes[place] for one in ways):
             sizes[place - 1 : place + 1] = [sizes[place - 1] * sizes[place]]
             for way in ways:

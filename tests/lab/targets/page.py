@@ -27,22 +27,23 @@ python -m tests.lab.targets --model FOLDER --gguf FILE --folders -o docs/quantis
 
 The columns, {tokens} new tokens each. Low-bit copies are made of what a form's layers compute with, whatever they are
 held in. Batches and sampled texts draft from int4 copies and lookup; `"auto"` in the fastest way on this machine; under
-`always` the call does not ask, and the model's stored default drafts.
+`always` the call does not request drafts, and the model drafts by its stored default.
 
 `yes`: nothing was refused, and the text is the same to the token. `no`, with the number of a note below: the library
 refuses, by an error or by leaving the text to transformers with a warning. `WRONG`: the text is another one. `crashed`:
 any other error. Of adapters, the states follow one another on one model, in the order of the rows.
 
-A pass that verifies several tokens has to give each what a pass over it alone gives. The last columns tell how far
-passes over 8 tokens lie from passes over one, in standard deviations of the logits, at the most: by the model's own
-code as it is, and as it is run here; and what is done for each token by itself to that end. Attention costs little.
-Linear layers take nearly as long as so many steps, so that drafting hardly pays there ([limits.md](limits.md)).
+A pass that verifies several tokens must give each token the logits of a pass over that token alone. The last columns
+are the greatest difference between passes over 8 tokens and over one, in standard deviations of the logits, by the
+model's own code and as this library runs it; and the parts that run for each token separately for that purpose. For
+attention that costs little. Linear layers then take nearly as long as 8 steps, so that drafting hardly pays
+([limits.md](limits.md)).
 """
 
 _OF_FOLDERS = """\
 Each form saved by `save_pretrained`, and what programs make of the folder: `ssd export` and transformers'
-`from_pretrained(…, trust_remote_code=True)`, and `ssd serve`. They draft from int4 copies and lookup. What is spread
-over devices or the disk is spread as it is loaded, which servers do not offer."""
+`from_pretrained(…, trust_remote_code=True)`, and `ssd serve`. They draft from int4 copies and lookup. Models spread over devices or
+offloaded to the disk are not tried: that is chosen on loading, and servers have no option for it."""
 
 
 def page(rows: Sequence[Row], model: str, needed: Sequence[str] = ()) -> str:
