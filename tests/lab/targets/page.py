@@ -42,8 +42,8 @@ attention that costs little. Linear layers then take nearly as long as 8 steps, 
 
 _OF_FOLDERS = """\
 Each form saved by `save_pretrained`, and what programs make of the folder: `ssd export` and transformers'
-`from_pretrained(…, trust_remote_code=True)`, and `ssd serve`. They draft from int4 copies and lookup. Models spread over devices or
-offloaded to the disk are not tried: that is chosen on loading, and servers have no option for it."""
+`from_pretrained(…, trust_remote_code=True)`, and `ssd serve`. They draft from int4 copies and lookup. Models spread
+over devices or offloaded to the disk are not tried: that is chosen on loading, and servers have no option for it."""
 
 
 def page(rows: Sequence[Row], model: str, needed: Sequence[str] = ()) -> str:
