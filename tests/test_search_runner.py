@@ -21,11 +21,13 @@ from ssd_generation.forward.captured.passes import CapturedPasses
 from ssd_generation.harness.texts import Prompt
 from ssd_generation.search import calibration as calibration_module
 from ssd_generation.search import cost_profile as profile_module
+from ssd_generation.search import plots as plots_module
 from ssd_generation.search import run_search
+from ssd_generation.search import trials as trials_module
 from ssd_generation.search.calibration import calibrate, calibration_prompts, describe_weights
 from ssd_generation.search.confirm import NOTHING_DRAFTED, confirm, generated_acceptance
 from ssd_generation.search.cost_profile import CostProfile, measure_profile
-from ssd_generation.search.plots import plot_all, plot_map, plot_progress, sensitivities
+from ssd_generation.search.plots import plot_all, plot_frontier, plot_map, plot_progress, sensitivities
 from ssd_generation.search.run_search import search
 from ssd_generation.search.settings import CalibrationSettings, ResultSettings, SearchSettings
 from ssd_generation.search.trials import PRIOR, Found
@@ -515,6 +517,24 @@ def test_plots(done: tuple[Path, Any], tmp_path: Path) -> None:
     pyplot.close("all")
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert drawn["poor (0.70×)"] == [0.5, 0.6, 0.7] and drawn["nothing yet (nothing yet)"] == []
+
+
+def test_plots_say_what_they_do_not_show(done: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    found, profile, space = done[1].found, done[1].profile, done[1].space
+    assert plot_map(found, space).get_xlabel() == "layer"
+    some = [t for t in found.tried if t.origin != "single"]
+    partial = Found(some, [1] * len(some))
+    assert plot_map(partial, space).get_xlabel() == "layer (grey: not tried alone)"
+    whole = [t for t in found.tried if not t.pruned]
+    good, cheap, poor, given_up = (replace(whole[0], number=n, draft_cost=0.5 + 0.1 * n) for n in range(4))
+    rates = {0: 0.95, 1: 0.96, 2: 0.1, 3: 0.1}
+    monkeypatch.setattr(plots_module, "mean_acceptance", lambda t: rates[t.number])
+    monkeypatch.setattr(trials_module, "mean_acceptance", lambda t: rates[t.number])
+    assert "not shown" not in plot_frontier(Found([good, cheap], [1, 1]), profile).get_title()
+    title = plot_frontier(Found([good, cheap, poor, replace(given_up, pruned=True)], [1] * 4), profile).get_title()
+    assert "(not shown: 1 accepted less often than shown, 1 given up early)" in title
+    pyplot.close("all")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

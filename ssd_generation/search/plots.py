@@ -112,7 +112,14 @@ def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, 
         )
     ax.set_xlabel("draft step / plain step")
     ax.set_ylabel("accepted / drafted tokens")
-    ax.set_title("Drafts that were tried, and lines of equal theoretical speed-up", fontsize=10)
+    lower = sum(mean_acceptance(t) < ax.get_ylim()[0] for t in whole)
+    counts = (lower, "accepted less often than shown"), (len(found.tried) - len(whole), "given up early")
+    absent = ", ".join(f"{count} {why}" for count, why in counts if count)
+    ax.set_title(
+        "Drafts that were tried, and lines of equal theoretical speed-up"
+        + (f"\n(not shown: {absent})" if absent else ""),
+        fontsize=10,
+    )
     ax.legend(fontsize=8, loc="lower right", framealpha=0.9)
     return _saved(ax, path)
 
@@ -237,7 +244,8 @@ def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path
             )
     ax.set_yticks(range(len(kinds)), [{"attention": "attention", "mlp": "MLP"}[kind] for kind in kinds])
     ax.set_xticks(range(0, layers, 2 if layers > 16 else 1))
-    ax.set_xlabel("layer")
+    is_partial = any(value != value for row in values for value in row)
+    ax.set_xlabel("layer (grey: not tried alone)" if is_partial else "layer")
     used = {c for name, c in (chosen.choices if chosen else {}).items() if name.startswith(tuple(kinds))}
     legend = [f"{marks[c]} = {'left out' if c == SKIP else c}" for c in (SKIP, "int8", "int4") if c in used]
     ax.set_title(f"The chosen draft ({', '.join(legend) or 'nothing left out'})", fontsize=10)
