@@ -576,6 +576,10 @@ def test_inspect_prints_a_table(ssd: Callable[..., Run], folder: str) -> None:
     assert "leaves out 2 of 8 sub-layers: attention 1 and MLP 2" in " ".join(run.out.split())
     bare = ssd("inspect", folder)
     assert bare.status == 0 and "left out" not in bare.out and "--skip-attention" in bare.out
+    # Neighbouring layers that are alike share a line.
+    assert [line.split()[0] for line in bare.out.splitlines() if line.strip()[:1].isdigit()] == ["0–3"]
+    two = ssd("inspect", folder, "--skip-mlp", "2,3").out
+    assert [line.split()[0] for line in two.splitlines() if line.strip()[:1].isdigit()] == ["0–1", "2–3"]
 
 
 def test_inspect_loads_the_model_where_it_must(

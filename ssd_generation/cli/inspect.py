@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -345,6 +346,7 @@ def _kernels(document: dict[str, Any]) -> Text:
 
 
 def _layer_table(document: dict[str, Any]) -> Table:
+    """Build the table of layers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -357,8 +359,11 @@ def _layer_table(document: dict[str, Any]) -> Table:
         table.add_column("parameters", justify="right", no_wrap=True)
         if document["has_config"]:
             table.add_column("draft", no_wrap=True)
-    for layer in document["layers"]:
-        cells: list[Any] = [styled(str(layer["layer"]))]
+    # Neighbouring layers that are alike share a line.
+    for _, alike in groupby(document["layers"], key=lambda layer: {**layer, "layer": None}):
+        layer, *others = alike
+        last = f"–{others[-1]['layer']}" if others else ""
+        cells: list[Any] = [styled(f"{layer['layer']}{last}")]
         for kind in ("attention", "mlp"):
             cells += _cells(layer[kind], document["has_config"], stays=kind in layer["cannot_skip"])
         table.add_row(*cells)
