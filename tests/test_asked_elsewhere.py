@@ -100,6 +100,7 @@ def test_a_short_call_is_not_prepared_for_drafts(request_: Any, tokens: int, mon
     assert "too few tokens" in str(model.last_speculation.refusal)
     assert model.last_speculation.generated_tokens == tokens
     with pytest.raises(AssertionError, match="prepared"):
-        generate(model, max_new_tokens=3, self_speculative=request_)
+        # Few tokens are not worth measuring for what "auto" drafts by.
+        generate(model, max_new_tokens=9 if request_ == "auto" else 3, self_speculative=request_)
     with pytest.raises(ValueError, match="9"):
         generate(model, max_new_tokens=tokens, self_speculative=SkipConfig(attention=[9]))
