@@ -219,7 +219,6 @@ def test_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.M
         exec(compile(block, path.name, "exec"), names)
 
 
-@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="a source distribution has no docs")
 def test_the_version_is_the_newest_of_the_changelog_and_the_one_to_cite() -> None:
     versions = re.findall(r"^## \[(\d[^]]*)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)
     cited = dict(
@@ -230,6 +229,7 @@ def test_the_version_is_the_newest_of_the_changelog_and_the_one_to_cite() -> Non
     assert [date for _, date in versions] == sorted((date for _, date in versions), reverse=True)
 
 
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="a source distribution has no docs")
 def test_other_programs_are_tried_at_the_versions_that_the_page_names() -> None:
     text = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
     pinned = re.findall(r"^(\S+)==(\S+)$", (ROOT / ".ci" / "other-programs.txt").read_text(encoding="utf-8"), re.M)

@@ -289,10 +289,10 @@ def _confirmed(text: _Text, progress: Callable[[], Any]) -> tuple[int, ...]:
     """
     cache = text.cache()
     every = text.run(NATIVE, cache, 0, _NEW, _NEW)
+    if every is None:
+        return ()
     agreeing = []
     for index, width in enumerate(WIDTHS):
-        if every is None:
-            break
         count = width - index % 2 if width > 2 else width
         cache.crop(-count)
         logits = text.run(NATIVE, cache, _NEW - count, count, width)
