@@ -40,6 +40,7 @@ from ssd_generation.search.study import (
     Search,
     SearchSettings,
     Tried,
+    _DiscardedTrialError,
     claim,
     mean_acceptance,
     open_study,
@@ -451,6 +452,29 @@ def test_two_workers_on_one_study(request: pytest.FixtureRequest, kind: str) -> 
     workers = {t.user_attrs["worker"]["pid"] for t in study.get_trials() if "acceptance" in t.user_attrs}
     assert len(workers) == 2
     assert len(found.best()) == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_trial_that_another_worker_begins_late_does_not_count_twice(same: bool) -> None:
+    """Two trials overlap: the later number decides before the earlier one says what it is."""
+    search, space = worker(memory())
+    draft = space.uniform("keep") | {"attention.1": SKIP}
+    study = search.study
+    for choices in (draft, draft if same else draft | {"mlp.1": SKIP}):
+        study.enqueue_trial(search._params(choices))
+    needed = 30
+    if not same:  # a trial is taken from the queue after the other one was created
+        needed, queued = 1, study.get_trials(states=(TrialState.WAITING,))
+        later = optuna.trial.Trial(study, study._storage.create_new_trial(study._study_id))
+        study.sampler = optuna.samplers.RandomSampler(seed=0)
+        search._objective(later, needed)
+        earlier = study.ask()
+        assert earlier.number == queued[0].number < later.number
+    else:
+        earlier, later = study.ask(), study.ask()
+        search._objective(later, needed)  # judged, but not told yet
+    with pytest.raises(_DiscardedTrialError, match="another worker" if same else "surplus"):
+        search._objective(earlier, needed)
 
 
 def test_sqlite_gives_a_trial_to_one_worker_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,8 @@ SOURCE = "ssd search"
 ABOUT = "ssd_generation"
 """Study attribute that describes the model, space, texts and settings of the study."""
 _CLAIM = "claims"
+_DECIDES = "decides"
+"""Attribute of a trial that has been judged and is about to count."""
 _LEFT_OVER = "left over"
 """Reason for discarding a trial that waited in the queue when the search ended."""
 _UNKNOWN_WORKER_SECONDS = 30.0
@@ -454,7 +456,7 @@ class Search:
 
     def _objective(self, trial: optuna.Trial, trials: int) -> float | tuple[float, ...]:
         trial.set_user_attr("worker", _this_worker())
-        self._check_needed(trial, trials)
+        self._check_needed(trial, trials, begins=True)
         choices = {
             name: allowed[0] if len(allowed) == 1 else trial.suggest_categorical(name, list(allowed))
             for name, allowed in self.space.choices.items()
@@ -463,44 +465,51 @@ class Search:
             self._discard(trial, "leaves out all attention")
         key = _key(self.space, choices)
         trial.set_user_attr("key", key)
-        self._check_unique(trial, key)
+        self._check_unique(trial, key, begins=True)
         trial.set_user_attr("choices", choices)
-        # Checked again when the draft has been judged: a trial that another worker began earlier may not have been in
-        # the storage before. Of two at the same moment, the one with the lower number counts.
         try:
             value = self._evaluate(trial, choices)
         except optuna.TrialPruned:
-            self._check_unique(trial, key)
-            self._check_needed(trial, trials)
+            self._decide(trial, key, trials)
             raise
-        self._check_unique(trial, key)
-        self._check_needed(trial, trials)
+        self._decide(trial, key, trials)
         return value
 
-    def _check_needed(self, trial: optuna.Trial, trials: int) -> None:
-        """Discard a trial if there are enough: those that count, and running ones with a lower number."""
+    def _decide(self, trial: optuna.Trial, key: str, trials: int) -> None:
+        """Check a judged trial once more, and discard it unless it is to count.
+
+        A trial that another worker began may not have been in the storage before. Of two at the same moment, the one
+        with the lower number counts, unless the other has come here before it began: each first writes what it is, and
+        then looks for others, so at least one of the two sees the other.
+        """
+        trial.set_user_attr(_DECIDES, True)
+        self._check_unique(trial, key)
+        self._check_needed(trial, trials)
+
+    def _check_needed(self, trial: optuna.Trial, trials: int, begins: bool = False) -> None:
+        """Discard a trial if there are enough: those that count, and running ones that precede it."""
         others = self.study.get_trials(deepcopy=False)
-        running = sum(t.state is TrialState.RUNNING and t.number < trial.number for t in others)
+        running = sum(t.state is TrialState.RUNNING and _precedes(t, trial, begins) for t in others)
         if len(_counted(others)) + running >= trials:
             self._discard(trial, "surplus")
 
-    def _check_unique(self, trial: optuna.Trial, key: str) -> None:
-        """Discard a trial if its draft was judged before, or is being judged in a trial with a lower number."""
-        other = self._same_draft(trial, key)
+    def _check_unique(self, trial: optuna.Trial, key: str, begins: bool = False) -> None:
+        """Discard a trial if its draft was judged before, or is being judged in a trial that precedes it."""
+        other = self._same_draft(trial, key, begins)
         if other is not None and other.state is TrialState.RUNNING:
             self._discard(trial, "another worker is judging it")
         if other is not None:
             trial.set_user_attr("repeats", other.number)
             self._discard(trial, "repeats another")
 
-    def _same_draft(self, trial: optuna.Trial, key: str) -> FrozenTrial | None:
-        """Return another trial of the same draft that counts, or a running one with a lower number."""
+    def _same_draft(self, trial: optuna.Trial, key: str, begins: bool) -> FrozenTrial | None:
+        """Return another trial of the same draft that counts, or a running one that precedes it."""
         same = [t for t in self.study.get_trials(deepcopy=False) if t.user_attrs.get("key") == key]
         for other in _counted(same):
             return other
         for other in same:
             running = other.state is TrialState.RUNNING and "dropped" not in other.user_attrs
-            if running and other.number < trial.number:
+            if running and _precedes(other, trial, begins):
                 return other
         return None
 
@@ -639,6 +648,11 @@ class _WithRepeats:
                 trial = finished
             shown.append(trial)
         return [t for t in shown if states is None or t.state in states]
+
+
+def _precedes(other: FrozenTrial, trial: optuna.Trial, begins: bool) -> bool:
+    """Tell whether a running trial counts before this one does, which only `begins` if it has not been judged."""
+    return other.number < trial.number or (begins and _DECIDES in other.user_attrs)
 
 
 def _is_left_over(trial: FrozenTrial) -> bool:
