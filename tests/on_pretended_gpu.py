@@ -241,8 +241,13 @@ def test_batches(request_: str, options: str) -> None:
     assert plain == drafted
     padded = torch.ones_like(rows)
     padded[1, :4] = 0
-    plain, drafted = texts(model, REQUESTS[request_], inputs=rows, attention_mask=padded, **OPTIONS[options])
-    assert plain == drafted
+    for _ in range(2):
+        plain, drafted = texts(model, REQUESTS[request_], inputs=rows, attention_mask=padded, **OPTIONS[options])
+        assert plain == drafted
+    last = model.last_speculation
+    assert last.replay_refusal is None
+    # The model's own code runs at most once, after drafts of its own, which has to move the rows.
+    assert last.replayed_passes == last.target_passes - 1 > 3
 
 
 class _Stops(StoppingCriteria):
@@ -324,6 +329,29 @@ def test_the_host_waits_once_a_round(request_: str, options: str, monkeypatch: p
     waits = each_round(monkeypatch, lambda: device.waits)
     texts(model, REQUESTS[request_], **more)
     assert len(waits) > 3 and waits[0] <= 4 and set(waits[1:]) == {1}, "at first, it reads the prompt"
+
+
+@pytest.mark.parametrize("options", ["greedy", "sampled"])
+@pytest.mark.parametrize("request_", ["nothing", "lookup"])
+def test_the_host_waits_once_a_round_of_a_batch(request_: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_here()
+    given = {"inputs": torch.cat((prompt(9), prompt(9) + 1, prompt(9).flip(1))).to(HERE), **OPTIONS[options]}
+    for _ in range(2):
+        texts(model, REQUESTS[request_], **given)
+    waits = each_round(monkeypatch, lambda: device.waits)
+    texts(model, REQUESTS[request_], **given)
+    assert len(waits) > 3 and set(waits[1:]) == {1}, waits
+
+
+@pytest.mark.parametrize(("request_", "most"), [("nothing", 30), ("lookup", 60)])
+def test_a_round_of_a_batch_is_few_launches(request_: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_here()
+    given = {"inputs": torch.cat((prompt(9), prompt(9) + 1, prompt(9).flip(1))).to(HERE)}
+    for _ in range(2):
+        texts(model, REQUESTS[request_], **given)
+    launches = each_round(monkeypatch, lambda: device.launches)
+    texts(model, REQUESTS[request_], **given)
+    assert len(launches) > 3 and max(launches[1:]) <= most, launches
 
 
 @pytest.mark.parametrize(("request_", "most"), [("nothing", 2), ("own", 14)])

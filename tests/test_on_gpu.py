@@ -104,6 +104,11 @@ def test_the_text_is_plain_generates_of_every_family(family: str) -> None:
         # In float32 torch has no grouped matrix product for experts; its fallback reads each expert's token count.
         stays_eager = family in NOT_REPLAYED or family in EXPERTS
         assert (model.last_speculation.replayed_passes == 0) == stays_eager, about(model)
+    rows = torch.cat((prompt(9), prompt(9) + 1, prompt(9).flip(1))).to(HERE)
+    for _ in range(2):
+        plain, drafted = texts(model, REQUESTS["lookup"], inputs=rows, attention_mask=torch.ones_like(rows))
+        assert plain == drafted, about(model)
+    assert (model.last_speculation.replayed_passes == 0) == stays_eager, about(model)
     plain, drafted = texts(model, NOTHING, **OPTIONS["sampled"])
     assert plain == drafted, about(model)
 
@@ -139,8 +144,11 @@ def test_batches(drafts: str, how: str) -> None:
     padded = torch.ones_like(rows)
     padded[1, :4] = 0
     for mask in (torch.ones_like(rows), padded):
-        plain, drafted = texts(model, REQUESTS[drafts], inputs=rows, attention_mask=mask, **OPTIONS[how])
-        assert plain == drafted
+        for _ in range(2):
+            plain, drafted = texts(model, REQUESTS[drafts], inputs=rows, attention_mask=mask, **OPTIONS[how])
+            assert plain == drafted, about(model)
+        last = model.last_speculation
+        assert last.replay_refusal is None and last.replayed_passes == last.target_passes - 1 > 3, about(model)
 
 
 @pytest.mark.parametrize("drafts", ["nothing", "guesses", "own"])

@@ -52,6 +52,7 @@ from test_capture import REFUSALS
 from tiny_models import FAMILIES, LAYERS, VOCAB, even_model, prompt, tiny_model
 
 NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+LOOKUP = SelfSpeculativeConfig(drafting=DraftingConfig(policy="fixed", max_draft_length=5), lookup=True)
 
 
 class Runs(Again):
@@ -1003,3 +1004,116 @@ def test_whole_calls_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> N
     for row in found["calls"]:
         assert row["undrafted text as plain's"] and row["lookup: text as undrafted"] and row["auto: text as undrafted"]
         assert row["lookup: replayed"] == row["plain-loop: replayed"] == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# batches
+
+
+def rows_of(model: Any, count: int = 3) -> dict[str, torch.Tensor]:
+    """Return a batch of prompts, one of them padded at its left."""
+    ids = torch.cat([prompt(9, seed=seed) for seed in range(count)])
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    ids[1, :4] = 0
+    return {"inputs": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+def test_a_batch_is_replayed(family: str) -> None:
+    model = enable_self_speculative(tiny_model(family))
+    given = rows_of(model)
+    plain = plain_text(model, 40, **given)
+    for request in (NOTHING, LOOKUP):
+        assert torch.equal(plain, plain_text(model, 40, self_speculative=request, **given)), request
+        last = model.last_speculation
+        # The first passes of all are compared with the model's own; falcon's own code cannot be recorded.
+        assert last.replay_refusal is None, last.replay_refusal
+        assert last.replayed_passes == last.target_passes - (3 if request is NOTHING else 1), request
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 20}], ids=["greedy", "sampled"]
+)
+def test_a_batch_that_never_had_a_draft_can_draft(options: dict[str, Any]) -> None:
+    """The first call of a process drafts: its rows are not moved before graphs have been recorded."""
+    model = enable_self_speculative(tiny_model())
+    given = {**rows_of(model), **options}
+    plain = plain_text(model, 60, **given)
+    for _ in range(2):
+        assert torch.equal(plain, plain_text(model, 60, self_speculative=LOOKUP, **given))
+        assert model.last_speculation.tokens_per_round > 1
+    own = SelfSpeculativeConfig(
+        SkipConfig(attention=[1], mlp=[0, 2]), DraftingConfig(policy="fixed", max_draft_length=4)
+    )
+    assert torch.equal(plain, plain_text(model, 60, self_speculative=own, **given)), "its drafts move the rows"
+    assert torch.equal(plain, plain_text(model, 60, self_speculative=LOOKUP, **given))
+    last = model.last_speculation
+    assert last.replayed_passes == last.target_passes - 1 and last.exactness == "numeric"
+
+
+def test_a_batch_over_buckets_and_larger_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "BUCKETS", (32, 64, 128, 256))
+    monkeypatch.setattr(graph_passes, "_AHEAD", 32)
+    model = enable_self_speculative(tiny_model(max_position_embeddings=512))
+    given = rows_of(model)
+    plain = plain_text(model, 200, **given)
+    for _ in range(2):
+        assert torch.equal(plain, plain_text(model, 200, self_speculative=LOOKUP, **given))
+    last = model.last_speculation
+    assert last.replayed_passes == last.target_passes - 1
+
+
+def test_batch_sizes_have_their_own_passes_and_few_are_retained() -> None:
+    model = enable_self_speculative(tiny_model())
+    for count in (2, 3, 4, 3):
+        given = {key: value[:count] for key, value in rows_of(model, 4).items()}
+        plain = plain_text(model, 30, **given)
+        assert torch.equal(plain, plain_text(model, 30, self_speculative=NOTHING, **given))
+    assert list(graphs_of(model).batches) == [4, 3]
+    assert [passes.arena.rows for passes in graphs_of(model).batches.values()] == [4, 3]
+    assert torch.equal(plain_text(model, 30), plain_text(model, 30, self_speculative=NOTHING))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    given = rows_of(model)
+    before = graphs_of(model).batches[3]
+    plain_text(model, 30, self_speculative=NOTHING, **given)
+    assert graphs_of(model).batches[3] is not before
+
+
+def test_rows_that_end_wait_and_come_back_as_plain_leaves_them() -> None:
+    model = enable_self_speculative(tiny_model())
+    given = rows_of(model)
+    ends = int(plain_text(model, 20, **given)[0, -4])
+    options: dict[str, Any] = {**given, "eos_token_id": ends, "return_dict_in_generate": True, "output_logits": True}
+    plain: Any = plain_text(model, 40, **options)
+    for request in (NOTHING, LOOKUP, LOOKUP):
+        drafted: Any = plain_text(model, 40, self_speculative=request, **options)
+        assert torch.equal(plain.sequences, drafted.sequences)
+        for one, other in zip(plain.logits, drafted.logits, strict=True):
+            torch.testing.assert_close(one[1:], other[1:], rtol=1e-4, atol=1e-4)
+        for one, other in zip(plain[CACHE].layers, drafted[CACHE].layers, strict=True):
+            torch.testing.assert_close(one.keys[2], other.keys[2], rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_batch_is_not_replayed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model().to(torch.bfloat16))
+    given = rows_of(model)
+    numeric = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"), exactness="numeric")
+    plain = plain_text(model, 30, **given)
+    assert torch.equal(plain, plain_text(model, 30, self_speculative=numeric, **given))
+    assert model.last_speculation.replayed_passes == 0, "the model's own kernels, so that the text is plain's"
+    monkeypatch.setattr(graph_passes, "_MOST_TOKENS", 2)
+    plain_text(model, 30, self_speculative=NOTHING, **given)
+    assert model.last_speculation.replayed_passes == 0 and not graphs_of(model).batches
+
+
+def test_a_wrong_pass_over_a_batch_never_decides_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model())
+    given = rows_of(model)
+    plain = plain_text(model, 30, **given)
+    run = GraphTable.run
+    monkeypatch.setattr(GraphTable, "run", lambda *args: (run(*args)[0] + torch.randn(VOCAB), run(*args)[1]))
+    assert torch.equal(plain, plain_text(model, 30, self_speculative=NOTHING, **given))
+    last = model.last_speculation
+    assert last.replayed_passes == 0 and "different logits" in str(last.replay_refusal)

@@ -1,7 +1,7 @@
 """Costs of passes on a GPU and the gain of replaying them, in one process and a given time.
 
     python -m ssd_generation.benchmark.gpu [--model demo | --shape 1.5b] [--seconds 400] [--new-tokens 128]
-        [--fused none|rows|whole] [--methods plain,lookup]
+        [--fused none|rows|whole] [--methods plain,lookup] [--rows 8]
 
 Reports milliseconds of a pass by width and bucket, by the model's own code and replayed (CUDA graphs), also of a draft
 step with half of the sub-layers skipped; whether a token's bits depend on its place; bytes of the arena and of device
@@ -10,6 +10,7 @@ undrafted, by lookup, and "auto", once everything compiled in the background is 
 texts equal undrafted ones, the slowest call of each method and the graphs that were captured in it, the first calls,
 and the host time of a round. A shape has random weights, whose texts mean nothing: nothing drafts there unless
 `--methods` says so. It lists the measurements that did not fit into the time, or failed.
+With `--rows` the calls are of batches, and passes over a single text are not timed.
 `ssd benchmark --device cuda --methods auto,lookup,plain-loop,static` makes the long version of that table.
 """
 
@@ -25,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache
 
@@ -213,7 +215,12 @@ def _median(call: Callable[[], None], repeats: int = _REPEATS) -> float:
 
 
 def measure_calls(
-    model: Any, tokenizer: Any, clock: Clock, new_tokens: int, methods_wanted: Sequence[str] = _METHODS
+    model: Any,
+    tokenizer: Any,
+    clock: Clock,
+    new_tokens: int,
+    methods_wanted: Sequence[str] = _METHODS,
+    batch: int = 1,
 ) -> dict[str, Any]:
     """Time whole calls of `generate`, interleaved, over the package's prompts, until the time is up.
 
@@ -223,6 +230,7 @@ def measure_calls(
         clock: time limit.
         new_tokens: number of new tokens in each call; end of sequence is off.
         methods_wanted: names of methods, as in `make_methods`.
+        batch: number of prompts of each call, B.
 
     Returns:
         `first`: seconds of a process's first two calls, by method; `calls`: for each prompt its category and by method
@@ -231,9 +239,9 @@ def measure_calls(
     """
     methods = {method.name: dict(method.request) for method in make_methods(methods_wanted, model)}
     drafting = [name for name, request in methods.items() if "self_speculative" in request and name != UNDRAFTED]
-    categories, encoded = _prompts(model, tokenizer)
+    categories, encoded = _prompts(model, tokenizer, batch)
 
-    def call(name: str, at: int) -> tuple[float, list[int]]:
+    def call(name: str, at: int) -> tuple[float, list[list[int]]]:
         wait_for(model.device)
         began = time.perf_counter()
         with only_asked_drafts():
@@ -247,7 +255,7 @@ def measure_calls(
                 **methods[name],
             )
         wait_for(model.device)
-        return time.perf_counter() - began, text[0].tolist()
+        return time.perf_counter() - began, text.tolist()
 
     def first_two(name: str) -> list[float]:
         return [call(name, 0)[0] for _ in range(2)]
@@ -259,8 +267,15 @@ def measure_calls(
             methods.pop(name)
         else:
             first[name] = found
-    if UNDRAFTED in methods:
+    if UNDRAFTED in methods and batch == 1:
         _wait_until_compiled(model, lambda: call(UNDRAFTED, 0), clock)
+    host = None
+    if batch == 1 and is_asynchronous(model.device):
+        timed = "lookup" if "lookup" in methods else UNDRAFTED
+        if timed in methods:
+            host = clock.attempt("host time", lambda: _host_seconds(lambda: call(timed, 0)))
+    elif batch == 1:
+        clock.missing.append("host time in a round: on a CPU it cannot be separated from the time of the pass")
     calls: list[dict[str, Any]] = []
     for at, category in enumerate(categories):
         if clock.left <= 0:
@@ -287,13 +302,6 @@ def measure_calls(
             if name in texts and PLAIN in texts:
                 row[f"{said} text as plain's"] = texts[name] == texts[PLAIN]
         calls.append(row)
-    host = None
-    if is_asynchronous(model.device):
-        timed = "lookup" if "lookup" in methods else UNDRAFTED
-        if timed in methods:
-            host = clock.attempt("host time", lambda: _host_seconds(lambda: call(timed, 0)))
-    else:
-        clock.missing.append("host time in a round: on a CPU it cannot be separated from the time of the pass")
     return {"first": first, "calls": calls, "host": host}
 
 
@@ -310,23 +318,38 @@ def _wait_until_compiled(model: Any, call: Callable[[], Any], clock: Clock) -> N
         call()
 
 
-def _prompts(model: Any, tokenizer: Any) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
-    """Return the categories of the prompts, and their tokens on the model's device."""
+def _prompts(model: Any, tokenizer: Any, batch: int) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
+    """Return the categories of the prompts, and their tokens on the model's device, of `batch` prompts together."""
     if tokenizer is None:
-        size = (_RANDOM_PROMPTS, 1, _RANDOM_TOKENS)
+        size = (_RANDOM_PROMPTS, batch, _RANDOM_TOKENS)
         generator = torch.Generator(device="cpu").manual_seed(0)
         rows = torch.randint(0, model.config.vocab_size, size, generator=generator, device="cpu").to(model.device)
         return ["random"] * len(rows), [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows]
     prompts = [prompt for at in range(8) for prompt in _each_category(at)]
+    encoded = [encode_prompt(tokenizer, prompt.text, True) for prompt in prompts]
+    if batch > 1:
+        parts = [encoded[at : at + batch] for at in range(0, len(encoded) - batch + 1, batch)]
+        return ["mixed"] * len(parts), [
+            {key: value.to(model.device) for key, value in _padded(part).items()} for part in parts
+        ]
     return [prompt.category for prompt in prompts], [
-        {key: value.to(model.device) for key, value in encode_prompt(tokenizer, prompt.text, True).items()}
-        for prompt in prompts
+        {key: value.to(model.device) for key, value in each.items()} for each in encoded
     ]
+
+
+def _padded(encoded: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return encoded prompts as one batch, padded at the left."""
+    longest = max(each["input_ids"].shape[1] for each in encoded)
+    return {
+        key: torch.cat([pad(each[key], (longest - each[key].shape[1], 0)) for each in encoded])
+        for key in ("input_ids", "attention_mask")
+    }
 
 
 def _graphs(model: Any) -> set[int]:
     """Return the identities of the graphs that are held for a model."""
-    every = state_of(model).get(GraphPart).passes.values()
+    state = state_of(model).get(GraphPart)
+    every = (*state.passes.values(), *state.batches.values())
     return {id(graph) for passes in every for graph in passes.table.graphs.values()}
 
 
@@ -386,7 +409,8 @@ def _loaded(arguments: argparse.Namespace) -> tuple[Any, Any]:
 def _tables(report: dict[str, Any]) -> Iterator[str]:
     yield report["machine"]
     yield ""
-    yield f"{'milliseconds of a pass':34}{'own code':>12}{'replayed':>12}{'capture':>12}"
+    if report["passes"]:
+        yield f"{'milliseconds of a pass':34}{'own code':>12}{'replayed':>12}{'capture':>12}"
     for row in report["passes"] or ():
         what = "" if row["what"] == "model" else "half left out, "
         cells = [row["eager"], row["replayed"], row["recording"]]
@@ -469,6 +493,7 @@ def main() -> None:
         "--methods",
         help=f"of whole calls; default: {','.join(_METHODS)}, and with --shape {','.join(_METHODS_OF_SHAPES)}",
     )
+    parser.add_argument("--rows", type=int, default=1, help="prompts of each call; default: 1")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     model, tokenizer = _loaded(arguments)
@@ -477,14 +502,14 @@ def main() -> None:
         graph_passes.FUSES = arguments.fused
     methods = arguments.methods.split(",") if arguments.methods else _METHODS_OF_SHAPES if arguments.shape else _METHODS
     calls_clock = Clock(arguments.seconds * 0.7, clock.missing)
-    calls = measure_calls(model, tokenizer, calls_clock, arguments.new_tokens, methods)
+    calls = measure_calls(model, tokenizer, calls_clock, arguments.new_tokens, methods, arguments.rows)
     state = state_of(model).get(GraphPart)
     target = state.passes.get(None)
     report = {
         "machine": describe_machine(model),
         "arguments": vars(arguments),
         "calls": calls,
-        "passes": measure_passes(model, clock, arguments.fused),
+        "passes": measure_passes(model, clock, arguments.fused) if arguments.rows == 1 else [],
         "keeps_bits": None if target is None else target.keeps_bits,
         "arena_bytes": 0 if state.arena is None else state.arena.bytes,
         "reserved_bytes": torch.cuda.memory_reserved() if is_asynchronous(model.device) else None,

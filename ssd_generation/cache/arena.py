@@ -1,4 +1,4 @@
-"""Keys and values of one text at fixed addresses, for passes that are replayed as CUDA graphs.
+"""Keys and values of one text or batch at fixed addresses, for passes that are replayed as CUDA graphs.
 
 A cache is lent the arena for a call: its contents are copied in, and its layers' buffers are the arena's from then on.
 They append, crop and give views as they always do, so that any other pass works on them too. A layer with a sliding
@@ -31,13 +31,17 @@ def bucket_of(slots: int) -> int | None:
 class Arena:
     """Buffers for the layers of one cache at a time.
 
+    Args:
+        rows: number of rows of the cache, B.
+
     Attributes:
-        keys, values: buffers by layer, `(1, heads, capacity, size)`.
+        keys, values: buffers by layer, `(B, heads, capacity, size)`.
         capacity: number of slots of each buffer.
         version: number that changes with the addresses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 1) -> None:
+        self.rows = rows
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.capacity = 0
@@ -59,7 +63,7 @@ class Arena:
         return all(getattr(layer, "key_buffer", None) is mine for layer, mine in zip(layers, self.keys, strict=True))
 
     def lend(self, cache: Cache, slots: int, expected: int = 0) -> bool:
-        """Back a single-row cache by these buffers, at least `slots` long.
+        """Back a cache by these buffers, at least `slots` long.
 
         Args:
             cache: cache with buffers (`add_buffers`), and something in each of its layers.
@@ -69,7 +73,7 @@ class Arena:
 
         Returns:
             Whether the cache has the buffers: not while another cache has them, nor where its layers are of another
-            kind, or it is longer than any bucket.
+            kind, it has another number of rows, or it is longer than any bucket.
         """
         if slots <= self.capacity and self.holds(cache):
             return True
@@ -78,7 +82,7 @@ class Arena:
             if borrower is not None and borrower is not cache:
                 return False
             layers: list[Any] = cache.layers
-            if not layers or bucket_of(slots) is None or not all(map(_suits, layers)):
+            if not layers or bucket_of(slots) is None or not all(_suits(layer, self.rows) for layer in layers):
                 return False
             if slots > self.capacity or not self._fits(layers):
                 like = [(layer.key_buffer, layer.value_buffer) for layer in layers]
@@ -98,7 +102,7 @@ class Arena:
 
     def alike(self, capacity: int) -> Arena:
         """Return another arena, with buffers of the same kind for `capacity` slots, which is not lent."""
-        made = Arena()
+        made = Arena(self.rows)
         made._make(list(zip(self.keys, self.values, strict=True)), capacity)
         return made
 
@@ -114,7 +118,7 @@ class Arena:
 
     def _make(self, like: Sequence[tuple[torch.Tensor, torch.Tensor]], capacity: int) -> None:
         def made(buffer: torch.Tensor) -> torch.Tensor:
-            shape = (1, buffer.shape[1], capacity, buffer.shape[3])
+            shape = (self.rows, buffer.shape[1], capacity, buffer.shape[3])
             return torch.zeros(shape, dtype=buffer.dtype, device=buffer.device)
 
         with torch.inference_mode(False):  # buffers that can be written in any mode
@@ -157,9 +161,9 @@ def _move(layer: Any, keys: torch.Tensor, values: torch.Tensor, at: int) -> None
     layer.start, layer.end = at, at + length
 
 
-def _suits(layer: Any) -> bool:
+def _suits(layer: Any, rows: int) -> bool:
     if type(layer) not in (BufferedLayer, BufferedSlidingLayer) or not layer.is_initialized:
         return False
-    if layer.key_buffer is None or layer.key_buffer.shape[0] != 1:
+    if layer.key_buffer is None or layer.key_buffer.shape[0] != rows:
         return False
     return type(layer) is BufferedSlidingLayer or layer.start == 0

@@ -115,7 +115,8 @@ class DecodingLoop:
         """Draft, verify, learn, commit; return whether to continue."""
         # Draft: no further than is of use to each row.
         active = rows.active()
-        limits = rows.draft_limits(active)
+        most = self.forward.most_drafted(rows.context)
+        limits = [min(limit, most) for limit in rows.draft_limits(active)]
         passes, before = self.drafter.draft_passes, rows.lengths
         self._drafting.start()
         draft = self._draft(rows, limits) if max(limits) > 0 else Draft.none(rows.batch)

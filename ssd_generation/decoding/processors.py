@@ -16,6 +16,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
+from ..support.devices import sent
 from .random_use import is_foreign, no_draws, state_of_generators
 
 __all__ = ["Processors", "PureProcessors", "is_pure"]
@@ -184,7 +185,7 @@ class PureProcessors:
         for end in sorted(set(ends)):
             # The whole batch each time, since a processor may address its rows by index; only the rows that end here
             # are used.
-            rows = [row for row, its_end in enumerate(ends) if its_end == end]
+            rows = sent([row for row, its_end in enumerate(ends) if its_end == end], logits.device)
             scores = self.once(tokens[:, :end].contiguous(), logits.clone())
             found = torch.empty_like(scores) if found is None else found
             found[rows] = scores[rows]
@@ -204,7 +205,7 @@ class PureProcessors:
         if not len(self):
             return logits
         count = logits.shape[1]
-        if self.are_blind and count > 1:
+        if self.are_blind:
             return self.once(pending.expand(-1, count).reshape(-1, 1), logits.flatten(0, 1)).view_as(logits)
         for ahead in range(count):
             scores = self.step(tokens, lengths, logits[:, ahead], ahead)

@@ -78,6 +78,7 @@ class Context:
         axes = None if self._is_flat or self.positions is None else self.positions[1:, ..., -1]
         self._may_be_flat = is_unmasked and (axes is None or bool((axes == axes[:1]).all()))
         self._ahead: int | None = None
+        self._is_in_rows: bool | None = None
         self.draft_arguments = {key: value for key, value in self.arguments.items() if key not in NOT_FOR_DRAFTS}
         self._has_tensors = any(isinstance(value, torch.Tensor) for value in self.arguments.values())
         self._draft_has_tensors = any(isinstance(value, torch.Tensor) for value in self.draft_arguments.values())
@@ -98,6 +99,17 @@ class Context:
         if self.is_plain(rows):
             return ONE_TEXT
         return None if self.columns or self._has_tensors else self._places_in_rows(rows)
+
+    def is_in_rows(self, rows: int) -> bool:
+        """Tell whether a pass has several rows, attention alone, and no arguments but tokens, positions and padding.
+
+        The mask is read once: what follows a prompt is not masked, and moving rows adds padding at their left.
+        """
+        if rows == 1 or self.columns or self._has_tensors or self.checkpoint is not None:
+            return False
+        if self._is_in_rows is None:
+            self._is_in_rows = self._places_in_rows(rows) is not None
+        return self._is_in_rows
 
     def places_for_drafts(self, rows: int) -> Sequence[TextPlace] | None:
         """Return `places` for a pass of the draft, which does not receive all of the arguments."""

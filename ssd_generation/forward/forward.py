@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ class Forward:
     def _make_runners(self) -> None:
         self._eager = EagerRunner(self.model, self.plan)
         if self._graph is None and self.plan.graph:
-            graph = GraphRunner(self.model, self._eager)
+            graph = GraphRunner(self.model, self._eager, self.plan.rows)
             self._graph = graph if graph.is_there else None
         # Where there are CUDA graphs, a captured pass is replayed as a graph or not used at all.
         self._captured = CapturedRunner(self.model, self.plan, self._eager) if self._graph is None else None
@@ -224,6 +225,18 @@ class Forward:
         both: list[int] = torch.cat((tokens.others[0], found[1])).tolist()
         others = tokens.others.shape[1]
         return [*tokens.known, *both[:others]], both[others:]
+
+    def most_drafted(self, context: Context) -> int:
+        """Return the most tokens to draft for each row of the next pass, for the sake of its replay.
+
+        Args:
+            context: the state that it follows.
+
+        Returns:
+            The greatest number whose pass is replayed; 0 while passes over several rows are checked; `sys.maxsize`
+            where passes over a single text, or none, are replayed.
+        """
+        return sys.maxsize if self._graph is None else self._graph.most_drafted(context)
 
     @property
     def replays(self) -> bool:

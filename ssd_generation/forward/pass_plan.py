@@ -24,6 +24,7 @@ class PassPlan:
             beginning at multiples of it; `None`: at once. A part has the same bits whether those before it were read by
             this call or an earlier one.
         own_kernels: whether passes that run the model's own code use its own kernels for linear layers, too.
+        rows: number of rows of the passes that are replayed.
         reason: why bits may depend on the width of a pass; `None` where they do not, or were not required not to.
     """
 
@@ -33,6 +34,7 @@ class PassPlan:
     prompts: bool = False
     prompt_part: int | None = None
     own_kernels: bool = False
+    rows: int = field(default=1, kw_only=True)
     # For reports only: it does not affect how passes are run.
     reason: str | None = field(default=None, compare=False)
 

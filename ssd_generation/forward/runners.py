@@ -6,6 +6,7 @@ returns outputs has run the pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from ..support.versions import cache_argument
 from .captured.passes import CapturedPasses, captured_target
 from .context import Context
 from .cuda_graph.graph_passes import GraphPasses, target_graphs
-from .cuda_graph.single_pass import Tokens
+from .cuda_graph.single_pass import RowPlaces, Tokens
 from .eager.few_rows import MOST_ROWS, few_rows
 from .eager.module_states import mode_of_states
 from .eager.row_by_row import row_by_row
@@ -287,21 +288,22 @@ class GraphRunner:
     Args:
         model: the target model.
         eager: runner of the model's own code, next to which graphs are recorded.
+        rows: number of rows of the passes, B.
 
     Attributes:
         passes: number of passes replayed.
     """
 
-    def __init__(self, model: PreTrainedModel, eager: EagerRunner) -> None:
+    def __init__(self, model: PreTrainedModel, eager: EagerRunner, rows: int) -> None:
         self.passes = 0
-        self._model, self._eager = model, eager
-        self._graphs: GraphPasses | None = target_graphs(model)
+        self._model, self._eager, self._rows = model, eager, rows
+        self._graphs: GraphPasses | None = target_graphs(model, rows)
         self._is_stale = False
 
     @property
     def graphs(self) -> GraphPasses | None:
-        """The passes; `None` where this device has none, or weights have changed since they were recorded."""
-        return None if self._is_stale else self._graphs
+        """The passes over a single text; `None` for a batch, or where weights have changed since they were recorded."""
+        return None if self._is_stale or self._rows > 1 else self._graphs
 
     @property
     def is_there(self) -> bool:
@@ -331,6 +333,17 @@ class GraphRunner:
         """Tell whether passes are to be replayed, but have not passed their check yet."""
         return self.may_run and self._graphs is not None and not self._graphs.is_checked
 
+    def most_drafted(self, context: Context) -> int:
+        """Return the most tokens to draft for a round; arguments and result as in `Forward.most_drafted`."""
+        if self._rows == 1 or not self.may_run or not self._has_place(context, self._rows):
+            return sys.maxsize
+        graphs = self._graphs
+        assert graphs is not None
+        left = max(context.limit - context.length, 0)
+        # Rows that have advanced by the same number of tokens need not be moved for the model's own passes.
+        is_tried = not graphs.is_checked and (not graphs.is_timed or graphs.is_worth_it(left))
+        return 0 if is_tried else graphs.widths[-1] - 1
+
     def end(self, cache: Cache, keeps: bool) -> None:
         """End a call; arguments as in `Forward.end`."""
         if self._graphs is not None:
@@ -351,32 +364,44 @@ class GraphRunner:
 
     def run(self, tokens: torch.Tensor, context: Context, whole: WholeText | None = None) -> Passed | None:
         """Run the pass; arguments as in `EagerRunner.run`."""
-        if whole is not None or not self.may_run or not context.is_plain(len(tokens)):
+        if whole is not None or not self.may_run or not self._has_place(context, len(tokens)):
             return None
         found = self.replay(Tokens((), tokens), context)
         if found is not None:
-            return Passed(CausalLMOutputWithPast(logits=found[0]), True)
+            return Passed(CausalLMOutputWithPast(logits=found[0]), self._rows == 1)
         return self._record(tokens, context)
+
+    def _has_place(self, context: Context, rows: int) -> bool:
+        return rows == self._rows and (context.is_plain(rows) or context.is_in_rows(rows))
+
+    def _place(self, context: Context) -> int | RowPlaces:
+        if self._rows == 1:
+            return context.position
+        assert context.positions is not None
+        return RowPlaces(context.positions, context.lags, context.mask)
 
     def replay(self, tokens: Tokens, context: Context) -> tuple[torch.Tensor, ...] | None:
         """Replay a pass.
 
         Args:
-            tokens: tokens of a single row.
+            tokens: n tokens of each row.
             context: the state that they follow.
 
         Returns:
-            Logits `(1, n, V)`, valid until the next pass, and the greedy choices; `None` where there is no graph yet.
+            Logits `(B, n, V)`, valid until the next pass, and the greedy choices; `None` where there is no graph yet.
         """
-        if not self.may_run or not context.is_plain(1):
+        if not self.may_run or not self._has_place(context, self._rows):
             return None
         graphs = self._graphs
         assert graphs is not None
         if not graphs.is_checked:
             return None
-        found = graphs.run(context.cache, tokens, context.length, context.position, expected=context.limit)
+        # The model's own code would first have to move the rows of a batch.
+        records = self._rows > 1 and graphs.is_worth_it(max(context.limit - context.length, 0))
+        place, expected = self._place(context), context.limit
+        found = graphs.run(context.cache, tokens, context.length, place, records, expected)
         if found is not None:
-            append_written(context.cache, found[1].shape[0])
+            append_written(context.cache, found[0].shape[1])
             self.passes += 1
         return found
 
@@ -391,5 +416,5 @@ class GraphRunner:
         passed = self._eager.run(tokens, context, through=timed)
         left = max(context.limit - context.length, 0)
         if graphs.is_worth_it(left):
-            graphs.try_alongside(context.cache, tokens, context.position, passed.outputs.logits, left)
+            graphs.try_alongside(context.cache, tokens, self._place(context), passed.outputs.logits, left)
         return passed

@@ -66,6 +66,8 @@ _TRIES = 6
 _REPEATS = 3
 _UNSEEN = 0.005
 """Seconds assumed of a replayed pass before one has been timed; only ratios of costs matter."""
+_DOUBLES = 256
+"""Further tokens of a replayed pass over a batch that double its time, about: weights are still read once."""
 _ENOUGH_SECONDS = 0.1
 """Seconds for each pass, and the plain step: beyond their sum `_REPEATS` repetitions are enough."""
 _SECONDS = 5.0
@@ -218,7 +220,7 @@ class Passes:
         )
         self.cache = _cache_after(model, prompt) if cache is None else cache
         self.checkpoint = Checkpoint.of(self.cache, context)
-        self.forward = Forward(model, config, plan or PassPlan(captured=rows == 1, graph=rows == 1))
+        self.forward = Forward(model, config, plan or PassPlan(captured=rows == 1, graph=rows == 1, rows=rows))
 
     def settle(self) -> None:
         """Make passes until those to be replayed have been captured and checked, or given up."""
@@ -301,7 +303,7 @@ def costs_of(
     """
     if is_offloaded(model):
         return _costs_of_streamed(model, config, again)
-    if rows == 1 and not config.drafts_itself and (known := _costs_of_graphs(model)) is not None:
+    if not config.drafts_itself and (known := _costs_of_graphs(model, rows)) is not None:
         return known
     plan = _plan(model, config, rows)
     batch_invariance = plan.batch_invariance
@@ -348,16 +350,23 @@ def costs_of(
     return put_together(verify, ratio)
 
 
-def _costs_of_graphs(model: PreTrainedModel) -> Costs | None:
+def _costs_of_graphs(model: PreTrainedModel, rows: int) -> Costs | None:
     """Return the costs of a model whose passes are replayed, for drafts that cost nothing; `None` for any other model.
 
-    All its passes have one width, so that they cost the same; a pass over one token costs less where a narrower graph
-    replaces it. Their times were noted when the graphs were captured: measuring them would delay a first call by the
-    time of some hundred tokens.
+    All passes over a single text have one width, so that they cost the same; a pass over one token costs less where a
+    narrower graph replaces it. Their times were noted when the graphs were captured: measuring them would delay a first
+    call by the time of some hundred tokens. Those of a batch are estimated, by the number of all tokens.
     """
-    passes = target_graphs(model)
+    passes = target_graphs(model, rows)
     if passes is None or passes.refusal is not None:
         return None
+    if rows > 1:
+        return Costs(
+            plain_step=_UNSEEN,
+            draft_step=_UNSEEN,
+            verify=[(width, _UNSEEN * (1 + rows * (width - 1) / _DOUBLES)) for width in passes.widths],
+            measured_on=describe_machine(model),
+        )
     width = passes.widths[-1]
     usual = passes.seconds.get(width, _UNSEEN)
     plain = passes.seconds[NARROWER] if passes.narrower_saves else usual

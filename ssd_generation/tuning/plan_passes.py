@@ -65,7 +65,8 @@ def plan_passes(
     if refusal is None and rows > 1 and (batch_invariance is None or not batch_invariance.is_native):
         refusal = reason or _TOGETHER
     if refusal is not None:
-        return PassPlan(False, False, None, False, None, own_kernels, refusal)
+        replays = rows > 1 and not (own_kernels or returns_states) and target_graphs(model, rows) is not None
+        return PassPlan(False, replays, None, False, None, own_kernels, refusal, rows=rows)
     prompts, part = reads_prompts(model, batch_invariance), None
     # A single text in float32 is plain's on all that was tried, with reused keys and values of torch's as well.
     if reuses and not prompts and (rows > 1 or model.dtype != torch.float32):

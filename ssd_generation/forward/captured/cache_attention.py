@@ -32,10 +32,10 @@ def attended(
     """Compute softmax(q Kᵀ · scale + mask) V by torch.
 
     Args:
-        query: `(1, G, n, D)`: queries that share keys are further queries.
-        keys: `(1, G, slots, D)`.
-        values: `(1, G, slots, D)`.
-        mask: additive mask `(n, slots)`, or `None`.
+        query: `(B, G, n, D)`: queries that share keys are further queries.
+        keys: `(B, G, slots, D)`.
+        values: `(B, G, slots, D)`.
+        mask: additive mask, `(n, slots)` or `(B, 1, n, slots)`, or `None`.
         scaling: the scale.
         softcap: limit of the scores, as in `fx_graph.Attention`.
         sinks: score of each query's sink, `(G, n)`.
@@ -48,7 +48,7 @@ def attended(
     if mask is not None:
         scores = scores + mask
     if sinks is not None:
-        scores = torch.cat((scores, sinks.float()[None, :, :, None]), dim=-1)
+        scores = torch.cat((scores, sinks.float()[None, :, :, None].expand(len(scores), -1, -1, -1)), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
     return torch.matmul(weights.to(values.dtype), values)
 
@@ -62,26 +62,26 @@ def attended_in_groups(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute the attention of queries `(1, H, n, D)`, several heads of which may share keys; others as in `attended`.
+    """Compute the attention of queries `(B, H, n, D)`, several heads of which may share keys; others as in `attended`.
 
     Args:
         query: the queries.
-        keys: `(1, G, slots, D)`.
-        values: `(1, G, slots, D)`.
-        mask: additive mask `(H / G · n, slots)`, or `None`.
+        keys: `(B, G, slots, D)`.
+        values: `(B, G, slots, D)`.
+        mask: additive mask, `(H / G · n, slots)` or `(B, 1, H / G · n, slots)`, or `None`.
         scaling: the scale.
         softcap: limit of the scores.
         sinks: score of each head's sink, `(H,)`.
 
     Returns:
-        `(1, n, H, D)`, without gaps.
+        `(B, n, H, D)`, without gaps.
     """
-    (_, heads, count, _), kv_heads = query.shape, keys.shape[1]
+    (rows, heads, count, _), kv_heads = query.shape, keys.shape[1]
     if sinks is not None:
         sinks = sinks.repeat_interleave(count).view(kv_heads, -1)
-    query = query.to(keys.dtype).reshape(1, kv_heads, heads // kv_heads * count, -1)
+    query = query.to(keys.dtype).reshape(rows, kv_heads, heads // kv_heads * count, -1)
     result = attended(query, keys, values, mask, scaling, softcap, sinks)
-    return result.reshape(1, heads, count, -1).transpose(1, 2).contiguous()
+    return result.reshape(rows, heads, count, -1).transpose(1, 2).contiguous()
 
 
 def attended_latents(
@@ -95,17 +95,18 @@ def attended_latents(
     """Compute sums of latents, weighted by attention, by torch.
 
     Args:
-        query: `(H, n, R)`.
-        query_rotated: `(H, n, D)`.
-        latents: `(slots, R)`.
-        rotated: `(slots, D)`.
-        mask: additive mask `(n, slots)`, or `None`.
+        query: `(…, H, n, R)`; all arguments may have further dimensions at their left, which are broadcast.
+        query_rotated: `(…, H, n, D)`.
+        latents: `(…, slots, R)`.
+        rotated: `(…, slots, D)`.
+        mask: additive mask `(…, n, slots)`, or `None`.
         scaling: the scale.
 
     Returns:
-        `(H, n, R)`.
+        `(…, H, n, R)`.
     """
-    scores = torch.matmul(query.to(latents.dtype), latents.T) + torch.matmul(query_rotated.to(rotated.dtype), rotated.T)
+    scores = torch.matmul(query.to(latents.dtype), latents.mT)
+    scores = scores + torch.matmul(query_rotated.to(rotated.dtype), rotated.mT)
     scores = scores.float() * scaling
     if mask is not None:
         scores = scores + mask

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from ...cache.arena import Arena, bucket_of
 from ...support.model_state import Part, state_of
+from ...support.recent import recent
 from ..captured.conditions import why_not_on
 from ..rounding import agree_on_average
 from ..structure.skip_mode import SkipMode
@@ -28,7 +29,7 @@ from ..structure.weights import fingerprint
 from .compiling import Fusing
 from .graph_table import GraphTable
 from .graphs import KINDS, GraphBackend, Results, graph_backend_on
-from .single_pass import LONGEST_CHAIN, ChainInputs, Tokens
+from .single_pass import LONGEST_CHAIN, ChainInputs, RowPlaces, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +41,15 @@ logger = logging.getLogger(__name__)
 WIDTHS = (16,)
 """Widths of a target's passes. Sixteen tokens take 1.1 to 1.2 times as long as one on a GPU, and with a single width a
 token's bits do not depend on what was drafted."""
+
+_WIDTHS_OF_BATCH = (1, 2, 4, 8, 16)
+"""Widths of passes over several rows, in tokens of a row: each further one is a token more of every row."""
+
+_MOST_TOKENS = 1024
+"""Most tokens of a pass over several rows: its logits lie in memory as long as its graph."""
+
+_MOST_BATCHES = 2
+"""Batch sizes whose passes are retained, with buffers of their own for keys and values."""
 
 NARROWER = 1
 """Tokens of a narrower pass, for passes without drafted tokens: used only where it is faster and has the same bits."""
@@ -66,14 +76,14 @@ _HALF = 0.5
 
 
 class GraphPasses:
-    """Passes of one model, whole or as a draft, over a single text in an arena.
+    """Passes of one model over the texts in an arena: a single text, of which it may be a draft, or a batch.
 
     Args:
         model: the target model.
-        arena: arena with the text's keys and values.
+        arena: arena with the texts' keys and values.
         backend: backend that records and replays passes.
         skip_mode: mode that leaves out the sub-layers of a draft; `None`: the target model.
-        widths: widths of the passes, ascending.
+        widths: widths of the passes, in tokens of a row, ascending.
         fuses: parts to compile, as in `FUSES`.
 
     Attributes:
@@ -138,26 +148,26 @@ class GraphPasses:
         cache: Cache,
         tokens: Tokens | None,
         slot: int,
-        position: int,
+        position: int | RowPlaces,
         records: bool = False,
         expected: int = 0,
     ) -> Results | None:
         """Run a pass. The cache's layers do not count its tokens.
 
         Args:
-            cache: cache of a single text.
-            tokens: n tokens. `None`: the one that the previous pass, a draft's, chose after its own.
+            cache: cache of the texts.
+            tokens: n tokens of each row. `None`: the one that the previous pass, a draft's, chose after its own.
             slot: slot of the first token: how many slots of the cache are in use.
-            position: position of the first token.
+            position: position of the first token; of a batch, the places of its rows.
             records: whether to record the pass where it has not been; otherwise it is not run then.
             expected: slots that the text is expected to fill, for an arena that is made now.
 
         Returns:
-            Logits `(1, n, V)` and the tokens with the largest, `(n,)`, valid until the next pass; `None` where it is
-            not replayed, and nothing has happened that counts.
+            Logits `(1, n, V)` and the tokens with the largest, `(n,)`, of a batch `(B, n, V)` and `(B, n)`, valid until
+            the next pass; `None` where it is not replayed, and nothing has happened that counts.
         """
         count = 1 if tokens is None else len(tokens)
-        width = next((width for width in self.widths if width >= count), None)
+        width = self.width_of(count)
         if self.refusal is not None or width is None:
             return None
         bucket = bucket_of(slot + width)
@@ -178,9 +188,13 @@ class GraphPasses:
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         self._runs += 1
-        return logits[:, :count], choices[:count]
+        return logits[:, :count], choices[..., :count]
 
-    def _is_narrower_here(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
+    def width_of(self, count: int) -> int | None:
+        """Return the width that a pass over `count` tokens of a row is filled up to; `None` where it is too wide."""
+        return next((width for width in self.widths if width >= count), None)
+
+    def _is_narrower_here(self, bucket: int, tokens: Tokens, slot: int, position: int | RowPlaces) -> bool:
         """Tell whether a narrower pass may run instead: where it was wanted as often as pays, and has the same bits."""
         known = self._narrower.get(bucket)
         if known is None and self.narrower_saves:
@@ -189,7 +203,7 @@ class GraphPasses:
                 known = self._narrower[bucket] = self._has_same_bits(bucket, tokens, slot, position)
         return bool(known)
 
-    def _has_same_bits(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
+    def _has_same_bits(self, bucket: int, tokens: Tokens, slot: int, position: int | RowPlaces) -> bool:
         """Tell whether a narrower pass gives the logits of the usual one, to the bit."""
         count, width = len(tokens), self.widths[-1]
         usual = self.table.run(width, bucket, tokens, slot, position)[0][:, :count].clone()
@@ -288,6 +302,11 @@ class GraphPasses:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_timed(self) -> bool:
+        """Tell whether passes by the model's own code have been timed."""
+        return self._eager_tokens > 0
+
     def is_worth_it(self, most_tokens: int) -> bool:
         """Tell whether recording pays, by the tokens that may still come or those that were decoded without it.
 
@@ -309,15 +328,15 @@ class GraphPasses:
         self._eager_tokens += 1
 
     def try_alongside(
-        self, cache: Cache, ids: torch.Tensor, position: int, logits: torch.Tensor, most_tokens: int
+        self, cache: Cache, ids: torch.Tensor, position: int | RowPlaces, logits: torch.Tensor, most_tokens: int
     ) -> None:
         """Record a pass that the model's own code has just run, and check that it gives the same logits.
 
         Args:
             cache: cache whose last tokens are those of the pass.
-            ids (`torch.LongTensor` of shape `(1, n)`): these tokens.
-            position: position of the first one.
-            logits (`torch.FloatTensor` of shape `(1, ≥ n, V)`): the model's own logits.
+            ids (`torch.LongTensor` of shape `(B, n)`): these tokens.
+            position: position of the first one; of a batch, the places of its rows.
+            logits (`torch.FloatTensor` of shape `(B, ≥ n, V)`): the model's own logits.
             most_tokens: most tokens that may still follow in the text.
         """
         if len(self._tries) >= _FIRST_TRIES and not self.is_checked:
@@ -347,10 +366,11 @@ class GraphPasses:
         elif self.is_checked and self.backend.seconds:
             self._see_that_it_pays(ids, slot, position)
 
-    def _see_that_it_pays(self, ids: torch.Tensor, slot: int, position: int) -> None:
+    def _see_that_it_pays(self, ids: torch.Tensor, slot: int, position: int | RowPlaces) -> None:
         """Give up where a pass takes as long as by the model's own code (a large model on a slow device)."""
         own = self._eager_seconds / self._eager_tokens
-        width = self.widths[-1]
+        width = self.width_of(ids.shape[1])
+        assert width is not None
         bucket = bucket_of(slot + width)
         assert bucket is not None
         seconds, whose = self._measured(bucket, ids, slot, position), "the model's own"
@@ -362,9 +382,10 @@ class GraphPasses:
             self.rival.forget()
             self.rival = None
 
-    def _measured(self, bucket: int, ids: torch.Tensor, slot: int, position: int) -> float:
+    def _measured(self, bucket: int, ids: torch.Tensor, slot: int, position: int | RowPlaces) -> float:
         """Return the seconds of a pass, measured now where it is recorded, else as measured elsewhere."""
-        width = self.widths[-1]
+        width = self.width_of(ids.shape[1])
+        assert width is not None
         if (width, bucket) in self.table.graphs and not self.table.is_stale:
             self.seconds[width] = self.table.seconds_of(width, bucket, Tokens((), ids), slot, position)
         return self.seconds[width]
@@ -381,6 +402,7 @@ class GraphPart(Part):
         backend: backend that records and replays them.
         arena: the keys and values that they read and write.
         fusing: compilation of passes.
+        batches: passes of the target model over several rows, by their number, each with an arena of its own.
     """
 
     def __init__(self) -> None:
@@ -388,16 +410,32 @@ class GraphPart(Part):
         self.backend: GraphBackend | None = None
         self.arena: Arena | None = None
         self.fusing: Fusing[GraphPasses] | None = None
+        self.batches: dict[int, GraphPasses] = {}
 
     def drop(self) -> None:
-        self.passes, self.backend, self.arena, self.fusing = {}, None, None, None
+        self.passes, self.backend, self.arena, self.fusing, self.batches = {}, None, None, None, {}
+
+    def backend_on(self, device: torch.device) -> GraphBackend:
+        """Return the backend on the model's device; with another than before, all that was recorded is dropped."""
+        if self.backend is None or self.backend.device != device:
+            self.drop()
+            self.backend = graph_backend_on(device)
+        assert self.backend is not None
+        return self.backend
 
     def drop_copies(self) -> None:
         self.passes = {kind: passes for kind, passes in self.passes.items() if passes.copies is None}
 
 
-def target_graphs(model: PreTrainedModel) -> GraphPasses | None:
-    """Return the target model's passes, captured anew when it has changed; `None` where they may not be replayed."""
+def target_graphs(model: PreTrainedModel, rows: int = 1) -> GraphPasses | None:
+    """Return the target model's passes, captured anew when it has changed; `None` where they may not be replayed.
+
+    Args:
+        model: the target model.
+        rows: number of rows, B.
+    """
+    if rows > 1:
+        return _of_batch(model, rows)
     return _known(model, None, lambda arena, backend: GraphPasses(model, arena, backend, widths=WIDTHS))
 
 
@@ -445,14 +483,24 @@ def _known(
     if kind is None and passes is not None:
         passes = state.passes[None] = _fused_or_not(model, passes)
     if passes is None or not passes.is_current(model) or passes.copies is not copies:
-        device = model.get_input_embeddings().weight.device
-        if state.backend is None or state.arena is None or state.backend.device != device:
-            state.backend, state.arena = graph_backend_on(device), Arena()
+        backend = state.backend_on(model.get_input_embeddings().weight.device)
+        if state.arena is None:
+            state.arena = Arena()
         if kind is None:
             state.fusing = None
-        assert state.backend is not None and state.arena is not None
-        passes = state.passes[kind] = make(state.arena, state.backend)
+        passes = state.passes[kind] = make(state.arena, backend)
     return passes
+
+
+def _of_batch(model: PreTrainedModel, rows: int) -> GraphPasses | None:
+    widths = [width for width in _WIDTHS_OF_BATCH if rows * width <= _MOST_TOKENS]
+    if not widths or why_no_graphs(model) is not None:
+        return None
+    state = state_of(model).get(GraphPart)
+    backend = state.backend_on(model.get_input_embeddings().weight.device)
+    if rows in state.batches and not state.batches[rows].is_current(model):
+        del state.batches[rows]
+    return recent(state.batches, rows, lambda: GraphPasses(model, Arena(rows), backend, widths=widths), _MOST_BATCHES)
 
 
 def why_no_graphs(model: PreTrainedModel) -> str | None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ from ..structure.skip_mode import SkipMode
 from .compiled_ops import fused_rows
 from .fixed_attention import FixedAttention
 from .graphs import GraphBackend, Results
-from .single_pass import ChainInputs, Inputs, Tokens, compute_pass
+from .single_pass import BatchInputs, ChainInputs, Inputs, RowPlaces, Tokens, compute_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ class GraphTable:
 
     Args:
         model: the target model.
-        arena: arena with the text's keys and values.
+        arena: arena with the keys and values of the text, or of the rows of a batch.
         backend: backend that records and replays passes.
         skip_mode: mode that leaves out the sub-layers of a draft; `None`: the target model.
         fuses: parts of passes to compile, as in `graph_passes.FUSES`.
@@ -53,7 +53,7 @@ class GraphTable:
         self, model: PreTrainedModel, arena: Arena, backend: GraphBackend, skip_mode: SkipMode | None, fuses: str | None
     ) -> None:
         self.graphs: dict[tuple[int, int], Callable[[], Results]] = {}
-        self.inputs: dict[int, Inputs] = {}
+        self.inputs: dict[int, Any] = {}  # `Inputs`, or `BatchInputs` of a batch
         self.recording_seconds = backend.seconds
         self._model = weakref.ref(model)
         self._arena, self._backend, self._fuses = arena, backend, fuses
@@ -78,20 +78,20 @@ class GraphTable:
         """Free the graphs of all widths but these."""
         self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] in widths}
 
-    def run(self, width: int, bucket: int, tokens: Tokens | None, slot: int, position: int) -> Results:
+    def run(self, width: int, bucket: int, tokens: Tokens | None, slot: int, position: int | RowPlaces) -> Results:
         """Replay a pass, and record it first where it has not been.
 
         Args:
-            width: width of the pass.
+            width: width of the pass, in tokens of a row.
             bucket: slots that it reads.
             tokens: at most `width` tokens; `None`: those that the previous pass left.
             slot: slot of the first token.
-            position: position of the first token.
+            position: position of the first token; of a batch, the places of its rows.
 
         Returns:
             As in `compute_pass`.
         """
-        inputs = self.inputs.get(width)
+        inputs: Any = self.inputs.get(width)
         if inputs is None:
             inputs = self.inputs[width] = self._new_inputs(width)
         if tokens is not None:
@@ -103,7 +103,7 @@ class GraphTable:
             inputs.all.copy_(given)
         return graph()
 
-    def seconds_of(self, width: int, bucket: int, tokens: Tokens, slot: int, position: int) -> float:
+    def seconds_of(self, width: int, bucket: int, tokens: Tokens, slot: int, position: int | RowPlaces) -> float:
         """Time a pass; arguments as in `run`."""
         run = partial(self.run, width, bucket, tokens, slot, position)
         return min(self._backend.seconds_of(run) for _ in range(_REPEATS))
@@ -129,18 +129,20 @@ class GraphTable:
                 attention.begin()
                 program.run(inputs.ids, inputs.positions, attention)
 
-    def _new_inputs(self, width: int) -> Inputs:
+    def _new_inputs(self, width: int) -> Inputs | BatchInputs:
         device = self._arena.keys[0].device
         with torch.inference_mode(False):  # written in any mode
+            if self._arena.rows > 1:
+                return BatchInputs(self._arena.rows, width, device)
             return ChainInputs(device, self._arena.capacity) if self._is_draft else Inputs(width, device)
 
-    def _record(self, width: int, bucket: int, inputs: Inputs) -> Callable[[], Results]:
+    def _record(self, width: int, bucket: int, inputs: Inputs | BatchInputs) -> Callable[[], Results]:
         began = time.perf_counter()
         model = self._model()
         assert model is not None
         if width not in self._programs:
             self._programs[width] = self._program(model, width)
-        attention = FixedAttention(self._arena, bucket, inputs.slots, self._windows)
+        attention = FixedAttention(self._arena, bucket, inputs.slots, self._windows, inputs.starts)
         compute = partial(compute_pass, self._programs[width], attention, inputs)
         made = self.graphs[width, bucket] = self._backend.record(compute)
         if self._backend.seconds:
@@ -148,7 +150,9 @@ class GraphTable:
         return made
 
     def _program(self, model: PreTrainedModel, width: int) -> Program:
-        program = compile_pass(self._capture.at(model, width, _FUSED if self._fuses == "rows" else _SHARED))
+        program = compile_pass(
+            self._capture.at(model, self._arena.rows * width, _FUSED if self._fuses == "rows" else _SHARED)
+        )
         if self._fuses == "whole":
             return replace(program, run=torch.compile(program.run, dynamic=False, fullgraph=True))
         return program

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ...support.devices import is_asynchronous
+from ...support.devices import is_asynchronous, sent
 from ..captured.fx_graph import Program
 from .fixed_attention import FixedAttention
 from .graphs import Results
 
-__all__ = ["LONGEST_CHAIN", "ChainInputs", "Inputs", "Tokens", "compute_pass"]
+__all__ = ["LONGEST_CHAIN", "BatchInputs", "ChainInputs", "Inputs", "RowPlaces", "Tokens", "compute_pass"]
 
 LONGEST_CHAIN = 64
 """Most tokens in a draft's chain, which needs no help from the host."""
@@ -24,19 +25,35 @@ LONGEST_CHAIN = 64
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a pass over a single text.
+    """The tokens of a pass over a single text, or over B rows.
 
     Attributes:
-        known: first tokens, which the host knows. If there are any, it must have waited for the pass before.
-        others (`torch.LongTensor` of shape `(1, n)`): following tokens, on the device; `None`: none.
+        known: first tokens of a single text, which the host knows. If there are any, it must have waited for the pass
+            before.
+        others (`torch.LongTensor` of shape `(B, n)`): following tokens, on the device; `None`: none.
     """
 
     known: Sequence[int]
     others: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        """Return the number of all tokens."""
+        """Return the number of all tokens of a row."""
         return len(self.known) + (0 if self.others is None else self.others.shape[1])
+
+
+class RowPlaces(NamedTuple):
+    """Places of the rows of a batch, in the cache and in their texts.
+
+    Attributes:
+        positions (`torch.LongTensor` of shape `(B, 1)`): positions of the first tokens.
+        lags: slots by which each row ends before the longest; `None`: none does.
+        mask (`torch.LongTensor` of shape `(B, ≥ slots)`): mask over the slots, 0 at the left of a row that is padded;
+            `None` where nothing is masked.
+    """
+
+    positions: torch.Tensor
+    lags: Sequence[int] | None
+    mask: torch.Tensor | None
 
 
 class Inputs:
@@ -49,6 +66,7 @@ class Inputs:
         self._host = torch.zeros((4, width), dtype=torch.long, pin_memory=is_asynchronous(device), device="cpu")
         self._numbers = self._host.numpy()
         self._steps = torch.arange(width, device=device)
+        self.starts: torch.Tensor | None = None
 
     def set(self, tokens: Tokens, slot: int, position: int) -> None:
         """Set the inputs of a pass over these tokens from a slot and a position on.
@@ -75,6 +93,44 @@ class Inputs:
             self.ids[:, first:count].copy_(tokens.others)
 
 
+class BatchInputs:
+    """Inputs of passes over w tokens of each of B rows, which follow each other: n = B · w.
+
+    Attributes:
+        ids, positions (`torch.LongTensor` of shape `(1, n)`), slots (`(n,)`): as in `Inputs`.
+        starts (`torch.LongTensor` of shape `(B,)`): the first slot of each row that is not padding.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.rows, self.width = rows, width
+        self.all = torch.zeros((3 * width + 1) * rows, dtype=torch.long, device=device)
+        parts = self.all[:-rows].view(3, -1)
+        self.ids, self.positions, self.slots = parts[:1], parts[1:2], parts[2]
+        self.starts = self.all[-rows:]
+        self._steps = torch.arange(width, device=device)
+
+    def set(self, tokens: Tokens, slot: int, places: RowPlaces) -> None:
+        """Set the inputs of a pass, on the device.
+
+        Args:
+            tokens: at most w tokens of each row.
+            slot: slot of the first token of the rows that do not lag.
+            places: places of the rows. Tokens that fill the pass up have the position of the last one.
+        """
+        assert tokens.others is not None
+        count = len(tokens)
+        self.ids.view(self.rows, -1)[:, :count].copy_(tokens.others)
+        torch.add(places.positions, self._steps.clamp(max=count - 1), out=self.positions.view(self.rows, -1))
+        slots = self.slots.view(self.rows, -1)
+        slots.copy_((self._steps + slot).expand_as(slots))
+        if places.lags is not None:
+            slots.sub_(sent(places.lags, slots.device)[:, None])
+        if places.mask is None:
+            self.starts.zero_()
+        else:
+            self.starts.copy_(places.mask.argmax(dim=1))
+
+
 class ChainInputs(Inputs):
     """Inputs of a draft's passes over one token, each of which leaves them as the next one needs them.
 
@@ -98,7 +154,7 @@ class ChainInputs(Inputs):
         self._at.add_(1).clamp_(max=LONGEST_CHAIN - 1)
 
 
-def compute_pass(program: Program, attention: FixedAttention, inputs: Inputs) -> Results:
+def compute_pass(program: Program, attention: FixedAttention, inputs: Inputs | BatchInputs) -> Results:
     """Compute a pass of one width, w, over one bucket; this is what is recorded.
 
     Args:
@@ -107,11 +163,14 @@ def compute_pass(program: Program, attention: FixedAttention, inputs: Inputs) ->
         inputs: inputs of the pass.
 
     Returns:
-        Logits `(1, w, V)` and the tokens with the largest logits, `(w,)`.
+        Logits `(1, w, V)` and the tokens with the largest logits, `(w,)`; of a batch `(B, w, V)` and `(B, w)`.
     """
     with torch.inference_mode():
         attention.begin()
         logits = program.run(inputs.ids, inputs.positions, attention)
+        if isinstance(inputs, BatchInputs):
+            logits = logits.view(inputs.rows, inputs.width, -1)
+            return logits, logits.argmax(dim=-1)
         choices = logits[0].argmax(dim=-1)
         if isinstance(inputs, ChainInputs):
             inputs.go_on(choices)
