@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 import threading
 import weakref
@@ -968,6 +969,19 @@ def test_the_program_that_measures_passes(small_benchmark: None, capsys: pytest.
         assert f"\n{line}" in printed
 
 
+@pytest.mark.measures
+def test_the_program_measures_batches(
+    small_benchmark: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--rows", "3", "--methods", "plain,plain-loop,lookup"])
+    gpu.main()
+    printed = capsys.readouterr().out
+    assert "not measured" not in printed and "milliseconds of a pass" not in printed
+    assert re.search(r"\nplain-loop +\d+\.\d\d +\d+\.\d\d +\d+\.\d\d\n", printed), "relative to plain alone"
+    assert re.search(r"\nplain-loop: replayed +1\.00\n", printed)
+    assert "bitwise, whatever" not in printed, "that is of passes over a single text"
+
+
 def test_the_program_says_what_it_could_not_measure(
     small_benchmark: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1004,6 +1018,10 @@ def test_whole_calls_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> N
     for row in found["calls"]:
         assert row["undrafted text as plain's"] and row["lookup: text as undrafted"] and row["auto: text as undrafted"]
         assert row["lookup: replayed"] == row["plain-loop: replayed"] == 1
+    found = gpu.measure_calls(model, _Tokenizer(), clock, 24, ("plain", "plain-loop", "lookup"), batch=2)
+    assert len(found["calls"]) == 1 and found["host"] is None
+    for row in found["calls"]:
+        assert row["undrafted text as plain's"] and row["lookup: text as undrafted"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1079,6 +1097,21 @@ def test_batch_sizes_have_their_own_passes_and_few_are_retained() -> None:
     before = graphs_of(model).batches[3]
     plain_text(model, 30, self_speculative=NOTHING, **given)
     assert graphs_of(model).batches[3] is not before
+
+
+def test_large_buffers_of_a_batch_are_not_retained(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model())
+    given = rows_of(model)
+    plain = plain_text(model, 30, **given)
+    plain_text(model, 30, self_speculative=NOTHING, **given)
+    assert graphs_of(model).batches[3].arena.bytes > 0
+    monkeypatch.setattr(Runs, "memory", 16 * graphs_of(model).batches[3].arena.bytes - 1)
+    for _ in range(2):
+        assert torch.equal(plain, plain_text(model, 30, self_speculative=LOOKUP, **given))
+        last = model.last_speculation
+        assert last.replayed_passes == last.target_passes - 1
+        passes = graphs_of(model).batches[3]
+        assert passes.arena.bytes == 0 and not passes.table.graphs
 
 
 def test_rows_that_end_wait_and_come_back_as_plain_leaves_them() -> None:

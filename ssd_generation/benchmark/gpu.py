@@ -140,7 +140,7 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
         fuses: parts of passes to compile, as in `forward.cuda_graph.graph_passes.FUSES`.
 
     Returns:
-        For each width and number of cached tokens a dictionary: `width`, `behind` (tokens in the cache), `eager` and
+        For each width and number of cached tokens a dictionary: `width`, `cached` (tokens in the cache), `eager` and
         `replayed` in seconds (`None` where not measured), and `recording`, the seconds of the capture. A draft step
         with a random half of the sub-layers skipped has `what="half"`.
     """
@@ -173,7 +173,7 @@ def _row(model: Any, passes: GraphPasses | None, width: int, cached: int, half: 
     ids = torch.randint(
         0, vocabulary, (1, cached + width), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu"
     ).to(device)
-    row: dict[str, Any] = {"what": "model" if half is None else "half", "width": width, "behind": cached}
+    row: dict[str, Any] = {"what": "model" if half is None else "half", "width": width, "cached": cached}
     row |= {"eager": None, "replayed": None, "recording": None}
     with torch.inference_mode():
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -415,17 +415,17 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         what = "" if row["what"] == "model" else "half left out, "
         cells = [row["eager"], row["replayed"], row["recording"]]
         shown = "".join(f"{'-' if value is None else f'{1e3 * value:.2f}':>12}" for value in cells)
-        yield f"{what + str(row['width']) + ' after ' + str(row['behind']):34}{shown}"
+        yield f"{what + str(row['width']) + ' after ' + str(row['cached']):34}{shown}"
     if calls := (report["calls"] or {}).get("calls"):
         yield ""
         yield f"{'whole calls':34}{'x plain':>12}{'least':>12}{'greatest':>12}{'x static':>12}"
         methods = [name for name in report["calls"]["first"] if name != PLAIN]
         for name in methods:
             ratios = [row[PLAIN] / row[name] for row in calls if name in row and PLAIN in row]
-            ratios = [row["static"] / row[name] for row in calls if name in row and "static" in row]
+            of_static = [row["static"] / row[name] for row in calls if name in row and "static" in row]
             if ratios:
                 cells = [statistics.geometric_mean(ratios), min(ratios), max(ratios)]
-                cells += [statistics.geometric_mean(ratios)] if ratios else []
+                cells += [statistics.geometric_mean(of_static)] if of_static else []
                 yield f"{name:34}" + "".join(f"{value:12.2f}" for value in cells)
         for key in (
             *(f"{name}: text as undrafted" for name in methods),
@@ -451,7 +451,8 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         if report["calls"]["host"] is not None:
             yield f"host time in a round: {1e3 * report['calls']['host']:.3f} ms"
     yield ""
-    yield f"bitwise, whatever the width of the pass: {report['keeps_bits']}"
+    if report["keeps_bits"] is not None:
+        yield f"bitwise, whatever the width of the pass: {report['keeps_bits']}"
     yield f"keys and values at fixed addresses: {report['arena_bytes'] / 1e6:.0f} MB"
     if report["reserved_bytes"] is not None:
         yield f"memory of the device in use: {report['reserved_bytes'] / 1e9:.2f} GB"
@@ -505,13 +506,14 @@ def main() -> None:
     calls = measure_calls(model, tokenizer, calls_clock, arguments.new_tokens, methods, arguments.rows)
     state = state_of(model).get(GraphPart)
     target = state.passes.get(None)
+    arenas = [state.arena, *(passes.arena for passes in state.batches.values())]
     report = {
         "machine": describe_machine(model),
         "arguments": vars(arguments),
         "calls": calls,
         "passes": measure_passes(model, clock, arguments.fused) if arguments.rows == 1 else [],
         "keeps_bits": None if target is None else target.keeps_bits,
-        "arena_bytes": 0 if state.arena is None else state.arena.bytes,
+        "arena_bytes": sum(arena.bytes for arena in arenas if arena is not None),
         "reserved_bytes": torch.cuda.memory_reserved() if is_asynchronous(model.device) else None,
         "missing": clock.missing,
     }

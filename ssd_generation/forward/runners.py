@@ -347,9 +347,7 @@ class GraphRunner:
     def end(self, cache: Cache, keeps: bool) -> None:
         """End a call; arguments as in `Forward.end`."""
         if self._graphs is not None:
-            self._graphs.arena.take_back(cache, keeps)
-            if self._graphs.refusal is not None:
-                self._graphs.arena.free()
+            self._graphs.end(cache, keeps)
 
     def renew(self, eager: EagerRunner) -> None:
         """Continue with weights that may have changed in the middle of a call.

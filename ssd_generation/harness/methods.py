@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
+from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..forward.structure.layouts import DecoderLayout
 from ..forward.structure.sublayers import locate_sublayers
+from ..support.devices import is_asynchronous
 from .peer_methods import PeerModel, check_peer_method, check_unused, is_peer
 
 __all__ = [
@@ -202,6 +203,8 @@ def _mode_config(name: str, model: Any, config: SelfSpeculativeConfig | None, se
     if name == "lookup":
         return SelfSpeculativeConfig(lookup=LookupConfig())
     if name in ("int8", "int4"):
+        if name == "int4" and is_asynchronous(model.device):  # the head's copy is in int8 otherwise
+            return SelfSpeculativeConfig(precision=PrecisionConfig(default=name, head=name))
         return SelfSpeculativeConfig(precision=name)
     if name == "random-half":
         return SelfSpeculativeConfig(skip=random_half(locate_sublayers(model), seed))

@@ -66,7 +66,7 @@ def plan_passes(
         refusal = reason or _TOGETHER
     if refusal is not None:
         replays = rows > 1 and not (own_kernels or returns_states) and target_graphs(model, rows) is not None
-        return PassPlan(False, replays, None, False, None, own_kernels, refusal, rows=rows)
+        return PassPlan(False, replays, None, False, None, own_kernels, refusal, rows=rows if replays else 1)
     prompts, part = reads_prompts(model, batch_invariance), None
     # A single text in float32 is plain's on all that was tried, with reused keys and values of torch's as well.
     if reuses and not prompts and (rows > 1 or model.dtype != torch.float32):

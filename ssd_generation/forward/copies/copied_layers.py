@@ -130,7 +130,9 @@ def check_precision(model: PreTrainedModel, precision: PrecisionConfig | None = 
     )
     on_gpu = len(devices) == 1 and is_asynchronous(next(model.parameters()).device)
     if devices != {"cpu"} and not (on_gpu and only_int4):
-        where = "on the CPU only" if not on_gpu else "on a GPU in int4 only, and only where a config asks for it"
+        where = "on the CPU only"
+        if on_gpu:
+            where = 'on a GPU in int4 only, where a config asks for it (PrecisionConfig(default="int4", head="int4"))'
         raise ValueError(
             f"Low-bit drafts run {where}, but {type(model).__name__} is on {', '.join(sorted(devices))}. "
             "Leave `precision` out there: skipping sub-layers and prompt lookup run on every device."

@@ -51,6 +51,10 @@ _MOST_TOKENS = 1024
 _MOST_BATCHES = 2
 """Batch sizes whose passes are retained, with buffers of their own for keys and values."""
 
+_RETAINED = 1 / 16
+"""Largest share of a device's memory that the keys and values of a batch take after a call. Beyond it they are freed,
+since a training step may follow, and the next call captures its passes anew."""
+
 NARROWER = 1
 """Tokens of a narrower pass, for passes without drafted tokens: used only where it is faster and has the same bits."""
 
@@ -299,6 +303,15 @@ class GraphPasses:
         """Free all graphs."""
         self.table.forget()
         self._narrower.clear()
+
+    def end(self, cache: Cache, keeps: bool) -> None:
+        """End a call, and free the arena where it may not be retained; arguments as in `Arena.take_back`."""
+        self.arena.take_back(cache, keeps)
+        is_large = self.arena.rows > 1 and self.arena.bytes > _RETAINED * self.backend.memory
+        if is_large:
+            self.forget()
+        if is_large or self.refusal is not None:
+            self.arena.free()
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -27,11 +27,13 @@ class GraphBackend(Protocol):
         device: device on which the functions compute.
         seconds: estimated time to record a pass, until it is known; so long that recording makes no short text slower.
         compiles: whether compiling small operations pays there.
+        memory: bytes of memory that the device has.
     """
 
     device: torch.device
     seconds: float
     compiles: bool
+    memory: int
 
     def run_alongside(self, function: Callable[[], object]) -> None:
         """Run a function as another thread may while passes run, and wait for it."""
@@ -82,6 +84,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.memory = int(torch.cuda.mem_get_info(device)[1])
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._pool: object = None
 
