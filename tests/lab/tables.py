@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -135,11 +137,22 @@ def counted(columns: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> li
 
 
 def versions() -> str:
-    """Return the versions of the software that a page was made with."""
+    """Return the versions of the software that a page was made with, and the commit where git knows it."""
     return (
-        f"ssd_generation {version('ssd_generation')}, transformers {transformers.__version__}, "
+        f"ssd_generation {version('ssd_generation')}{_commit()}, transformers {transformers.__version__}, "
         f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"
     )
+
+
+@cache
+def _commit() -> str:
+    """Return ` (commit …)`, or nothing where this is no checkout."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return f" (commit {done.stdout.strip()})" if done.returncode == 0 else ""
 
 
 @contextmanager

@@ -144,6 +144,15 @@ def page(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _why_not_captured(reason: str) -> str:
+    """Return a note on passes that are not captured; errors are those of a model's own code while it is recorded."""
+    reason = reason.rstrip(".")
+    if re.match(r"\w+Error: ", reason) is None:
+        return f"Not captured: {reason}"
+    reason = reason.replace("PretendLayer", "a layer of the cache that stands in while passes are recorded")
+    return f"Not captured: its code fails while a pass is recorded ({reason})"
+
+
 def _table(rows: Sequence[Row], notes: Notes) -> list[str]:
     """Return the lines of a table; add reasons to the notes, with the families that they apply to."""
     with_picture = any(row.kind == "image-text" for row in rows)
@@ -156,6 +165,6 @@ def _table(rows: Sequence[Row], notes: Notes) -> list[str]:
         cells = [row.cells.get(column, "") for column in COLUMNS]
         shown += [notes.shown(cell, _reason(row, cell), row.family) for cell in cells]
         how = row.captured or ""
-        shown.append(how if how in ("", ONE_TEXT) else notes.shown(how, f"Not captured: {how.rstrip('.')}", row.family))
+        shown.append(how if how in ("", ONE_TEXT) else notes.shown(how, _why_not_captured(how), row.family))
         lines.append(shown)
     return as_markdown(headings, lines)
