@@ -11,8 +11,9 @@ model.generate(**inputs, self_speculative=SkipConfig(attention=[5, 7], mlp=[9]))
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .support.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .config import (
@@ -68,43 +69,28 @@ __all__ = [
     "save_prefix_cache",
 ]
 
-_HOMES = {
-    "SelfSpeculativeCandidateGenerator": ".decoding.candidate_generator",
-    "Costs": ".config",
-    "Draft": ".drafting.drafter",
-    "Drafter": ".drafting.drafter",
-    "DraftingConfig": ".config",
-    "LookupConfig": ".config",
-    "PrecisionConfig": ".config",
-    "Provenance": ".config",
-    "SelfSpeculativeConfig": ".config",
-    "SkipConfig": ".config",
-    "SelfSpeculativeOutput": ".decoding.outputs",
-    "disable_self_speculative": ".generation",
-    "enable_self_speculative": ".generation",
-    "is_self_speculative": ".generation",
-    "generate_drafting": ".generation.custom",
-    "add_lookup_texts": ".generation.lookup_texts",
-    "load_lookup_texts": ".generation.lookup_texts",
-    "save_lookup_texts": ".generation.lookup_texts",
-    "load_prefix_cache": ".generation.prefix_files",
-    "save_prefix_cache": ".generation.prefix_files",
-    "fetch_demo": ".models",
-    "load_demo": ".models",
-    "load_model": ".models",
-    "TokenOrigins": ".harness.results",
-    "draft_mode": ".forward.structure.skip_mode",
-    "SpeculationStatistics": ".decoding.statistics",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load public names on first use: `ssd --help` need not wait for torch and transformers."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".decoding.candidate_generator": ["SelfSpeculativeCandidateGenerator"],
+        ".config": [
+            "Costs",
+            "DraftingConfig",
+            "LookupConfig",
+            "PrecisionConfig",
+            "Provenance",
+            "SelfSpeculativeConfig",
+            "SkipConfig",
+        ],
+        ".drafting.drafter": ["Draft", "Drafter"],
+        ".decoding.outputs": ["SelfSpeculativeOutput"],
+        ".generation": ["disable_self_speculative", "enable_self_speculative", "is_self_speculative"],
+        ".generation.custom": ["generate_drafting"],
+        ".generation.lookup_texts": ["add_lookup_texts", "load_lookup_texts", "save_lookup_texts"],
+        ".generation.prefix_files": ["load_prefix_cache", "save_prefix_cache"],
+        ".models": ["fetch_demo", "load_demo", "load_model"],
+        ".harness.results": ["TokenOrigins"],
+        ".forward.structure.skip_mode": ["draft_mode"],
+        ".decoding.statistics": ["SpeculationStatistics"],
+    },
+)

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.evaluation import run_evaluation as evaluation_module
+from ssd_generation.evaluation import evaluate_model as evaluation_module
 from ssd_generation.evaluation import sandbox
+from ssd_generation.evaluation.evaluate_model import CodeExecution, EvaluationSettings, run_evaluation
 from ssd_generation.evaluation.quality import quality_of
 from ssd_generation.evaluation.report import (
     plot_quality,
@@ -30,7 +31,6 @@ from ssd_generation.evaluation.report import (
     runs_markdown,
     runs_table,
 )
-from ssd_generation.evaluation.run_evaluation import CodeExecution, EvaluationSettings, run_evaluation
 from ssd_generation.evaluation.tasks import Sample, Task, make_task
 from ssd_generation.harness.results import read_rows
 from ssd_generation.harness.run import Caller, Progress, TimedCall

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import re
 import unicodedata
@@ -101,6 +103,23 @@ def test_prose_is_english_under_one_title(path: Path) -> None:
         )
     }
     assert strange == set()
+
+
+@each
+def test_imports_public_names_only(path: Path) -> None:
+    """Public are the names that the package, and some packages of it, list as such (`__all__`)."""
+    code = "\n".join("".join(cell["source"]) for cell in cells(path, "code"))
+    tree = ast.parse("\n".join("" if line.startswith(("%", "!")) else line for line in code.splitlines()))
+    found = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ssd_generation"):
+            found += 1
+            home = importlib.import_module(str(node.module))
+            assert Path(str(home.__file__)).name == "__init__.py", f"{node.module} is a module, not a package"
+            assert {alias.name for alias in node.names} <= set(home.__all__), node.module
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("ssd_generation.") for alias in node.names)
+    assert found
 
 
 @each

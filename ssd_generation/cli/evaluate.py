@@ -16,7 +16,7 @@ from .options import MAX_SEED, ComparedConfigOptions, JsonOption, MeasuredModelO
 
 if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
-    from ..evaluation.run_evaluation import CodeExecution, EvaluationSettings, Processes
+    from ..evaluation.evaluate_model import CodeExecution, EvaluationSettings, Processes
 
 HELP = """Measure the quality of the answers, and the speed, of this library compared with plain decoding and its peers.
 
@@ -229,7 +229,7 @@ class Request:
         Raises:
             ValueError: the options contradict one another.
         """
-        from ..evaluation.run_evaluation import EvaluationSettings
+        from ..evaluation.evaluate_model import EvaluationSettings
 
         answers = self.answers
         return EvaluationSettings(
@@ -260,7 +260,7 @@ def parse(
     Raises:
         ValueError, TypeError, FileNotFoundError: the options contradict one another, or name something missing.
     """
-    from ..evaluation.run_evaluation import default_methods
+    from ..evaluation.evaluate_model import default_methods
     from ..evaluation.tasks import TASKS, check_data
     from .configs import config_to_compare, requested_methods
 
@@ -290,7 +290,7 @@ def _code_execution(options: CodeOptions) -> CodeExecution | None:
     """
     if not options.allow_code_execution:
         return None
-    from ..evaluation.run_evaluation import CodeExecution
+    from ..evaluation.evaluate_model import CodeExecution
     from ..evaluation.sandbox import Limits, run_program
 
     code = CodeExecution(Limits(seconds=options.code_seconds), options.allow_weaker_sandbox)
@@ -303,7 +303,7 @@ def _code_execution(options: CodeOptions) -> CodeExecution | None:
 
 def _run(request: Request, results: ResultOptions, group: Processes | None) -> tuple[dict[str, Any] | None, Path]:
     """Run the evaluation, and return its summary (in the first process, else `None`) and its folder."""
-    from ..evaluation.run_evaluation import run_evaluation
+    from ..evaluation.evaluate_model import run_evaluation
     from ..evaluation.tasks import make_task
     from .benchmark_view import live_progress
     from .console import resumable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +14,7 @@ import torch
 import transformers
 
 from ssd_generation.harness.results import RunFolder
+from ssd_generation.harness.results.environment import commit_of
 from ssd_generation.support.display import for_markdown
 from ssd_generation.support.messages import clipped
 
@@ -147,12 +147,11 @@ def versions() -> str:
 @cache
 def _commit() -> str:
     """Return ` (commit …)`, or nothing where this is no checkout."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except OSError:
+    commit = commit_of(Path(__file__).parents[2])
+    if commit is None:
         return ""
-    return f" (commit {done.stdout.strip()})" if done.returncode == 0 else ""
+    name, _, dirty = commit.partition("-")
+    return f" (commit {name[:7]}{dirty and f', {dirty}'})"
 
 
 @contextmanager
