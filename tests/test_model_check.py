@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -312,9 +311,9 @@ def counted(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[boo
     calls: list[bool] = []
     check = model_check._check
 
-    def counting(model: PreTrainedModel, is_batch: bool, decode: Callable[..., Any]) -> ModelCheck:
+    def counting(model: PreTrainedModel, is_batch: bool, *rest: Any) -> ModelCheck:
         calls.append(is_batch)
-        return check(model, is_batch, decode)
+        return check(model, is_batch, *rest)
 
     monkeypatch.setattr(model_check, "_check", counting)
     return calls

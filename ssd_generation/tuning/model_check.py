@@ -38,7 +38,6 @@ from ..forward.captured.conditions import (
     forbid_batch_capture,
     forbid_capture,
     has_patched_forward,
-    why_no_batch_captured,
     why_not_captured,
 )
 from ..forward.eager import row_by_row, state_layers
@@ -55,6 +54,7 @@ from ..support.source_code import code_of
 from ..support.structure import modules_of
 from ..support.versions import CACHE
 from .measuring import describe_adapters, describe_model
+from .plan_passes import plan_passes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -245,7 +245,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
     found = memory.get(seen)
     if found is None:
         if installed:
-            found = _tried(model, is_batch, decode)
+            found = _tried(model, is_batch, decode, exactness)
         else:
             described = {
                 "what": "check",
@@ -259,7 +259,9 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
                 "default device": str(torch.get_default_device()),  # where some models' own code makes tensors
             }
             found = _read(
-                cached_measurement(model, described, lambda: asdict(_tried(model, is_batch, decode)), use=_read)
+                cached_measurement(
+                    model, described, lambda: asdict(_tried(model, is_batch, decode, exactness)), use=_read
+                )
             )
         for other in [key for key in memory if key[:2] == seen[:2]]:
             del memory[other]  # the model has changed since
@@ -275,18 +277,18 @@ def _read(answer: Any) -> ModelCheck:
     return ModelCheck(**answer)
 
 
-def _tried(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
+def _tried(model: PreTrainedModel, is_batch: bool, decode: Decode, exactness: str | None) -> ModelCheck:
     """Check a model; where weights are offloaded, check a replacement model with the same code and without them."""
     if is_offloaded(model):
         with contextlib.suppress(CannotStandIn), stand_in(model) as (other, _):
             forbid_capture(other, "its weights are offloaded")  # nor are the model's own passes captured
-            found = _check(other, is_batch, partial(decode, other))
+            found = _check(other, is_batch, partial(decode, other), exactness)
             if found.refusal is None or not found.refusal.startswith(_PLAIN_FAILS):  # the stand-in may cause that
                 return found
-    return _check(model, is_batch, partial(decode, model))
+    return _check(model, is_batch, partial(decode, model), exactness)
 
 
-def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> ModelCheck:
+def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText, exactness: str | None) -> ModelCheck:
     text = _forced_text(model, 2 if is_batch else 1)
     run_row_by_row(model, is_batch, None)
     with _quiet(), left_as_it_was(model):
@@ -302,7 +304,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
             return ModelCheck()  # no usable logits, so nothing to compare
         if is_batch:
-            captured = _captured_difference_of_rows(model, text, plain, decode)
+            captured = _captured_difference_of_rows(model, text, plain, decode, exactness)
             return replace(_check_rows(model, text, plain, decode), capture_refusal=captured)
         forbid_capture(model, None)
         is_captured = why_not_captured(model) is None
@@ -324,11 +326,16 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
 
 
 def _captured_difference_of_rows(
-    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText
+    model: PreTrainedModel,
+    text: ForcedText,
+    plain: Sequence[torch.Tensor],
+    decode: _DecodeText,
+    exactness: str | None,
 ) -> str | None:
     """Return `_difference` of captured passes over several rows, where there may be any; none are made afterwards."""
     forbid_batch_capture(model, None)
-    found = None if why_no_batch_captured(model) is not None else _difference(model, text, plain, decode)
+    is_captured = plan_passes(model, len(text.tokens), exactness, is_check=True).captured
+    found = _difference(model, text, plain, decode) if is_captured else None
     forbid_batch_capture(model, _CHECKED)
     return found
 

@@ -149,7 +149,9 @@ def _why_not_captured(reason: str) -> str:
     reason = reason.rstrip(".")
     if re.match(r"\w+Error: ", reason) is None:
         return f"Not captured: {reason}"
-    reason = reason.replace("PretendLayer", "a layer of the cache that stands in while passes are recorded")
+    reason = reason.replace("a PretendLayer", "'PretendLayer'").replace(
+        "'PretendLayer'", "a layer of the stand-in cache"
+    )
     return f"Not captured: its code fails while a pass is recorded ({reason})"
 
 

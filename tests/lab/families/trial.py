@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 
+from ssd_generation.cache.recurrent import has_states_alone
 from ssd_generation.config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
 from ssd_generation.forward.captured import passes as captured_passes
 from ssd_generation.forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
@@ -179,7 +181,9 @@ def how_captured(model: Any) -> str:
         programs = [passes.program(tokens) for tokens in (1, 4)]
     if programs[0] is None or programs[1] is None:
         return short((passes.refusal or "its passes over several tokens are not").removeprefix("CannotCapture: "))
-    is_batch = programs[1].attends_by_kernels and why_no_batch_captured(model) is None
+    # Rows at their own speed have positions of their own, unless the model has states alone.
+    is_placed = has_states_alone(model) or "position_ids" in inspect.signature(model.forward).parameters
+    is_batch = programs[1].attends_by_kernels and is_placed and why_no_batch_captured(model) is None
     return YES if is_batch else ONE_TEXT
 
 
