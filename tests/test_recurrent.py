@@ -717,7 +717,7 @@ def test_layers_of_states_in_every_form() -> None:
 
 
 def test_what_the_own_code_does_with_rows_is_no_fault_of_captured_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the model's own code layers of states run row by row; captured passes were not tried, and are not forbidden."""
+    """By the model's own code states run row by row; captured passes were not tried, and are not forbidden."""
     monkeypatch.setattr("ssd_generation.tuning.plan_passes.is_free", lambda model: False)
     monkeypatch.setattr("ssd_generation.tuning.model_check._own_code", lambda: "this test's")  # nothing stored is read
     model: Any = made(FAMILIES["mamba"]())
