@@ -239,7 +239,7 @@ class Costs(Parameters, title="'costs'", omits_defaults=True):
         draft_step: seconds of one draft step, in the same range.
         verify: pairs (tokens in the verification pass, 1 to 1,000,000; seconds, as above), ascending in tokens; 1 to
             1,000 pairs, stored as tuples.
-        measured_on: machine of the measurement, as `ssd_generation.tuning.measuring.describe_machine(model)` returns
+        measured_on: machine of the measurement, as `ssd_generation.tuning.describe_machine(model)` returns
             it, such as "cpu (AMD EPYC, 2 threads), float32, sdpa, torch 2.13.0", at most 300 characters; `generate`
             warns on any other. None is valid on all machines.
 

@@ -97,7 +97,7 @@ def policy_of(model: PreTrainedModel, config: SelfSpeculativeConfig, batch: int)
                     f"The costs in this config were measured on another machine, dtype or version "
                     f"({visible(costs.measured_on)}) than this one ({describe_machine(model)}): the draft length may "
                     "not be the best here. Leave `costs` out to have them measured, or store those of "
-                    "`ssd_generation.tuning.costs.measure_costs(model, config)`."
+                    "`ssd_generation.tuning.measure_costs(model, config)`."
                 )
             elif costs is None or (rows > 1 and costs.measured_on is not None):
                 costs = costs_of(model, config, rows=rows)  # those measured before are for a single row
