@@ -80,11 +80,11 @@ _HALF = 0.5
 
 
 class GraphPasses:
-    """Passes of one model over the texts in an arena: a single text, of which it may be a draft, or a batch.
+    """Passes of one model, whole or as a draft of a single text, over the rows of an arena.
 
     Args:
         model: the target model.
-        arena: arena with the texts' keys and values.
+        arena: arena with the keys and values of a single text, or of a batch.
         backend: backend that records and replays passes.
         skip_mode: mode that leaves out the sub-layers of a draft; `None`: the target model.
         widths: widths of the passes, in tokens of a row, ascending.
