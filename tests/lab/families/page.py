@@ -149,9 +149,7 @@ def _why_not_captured(reason: str) -> str:
     reason = reason.rstrip(".")
     if re.match(r"\w+Error: ", reason) is None:
         return f"Not captured: {reason}"
-    reason = reason.replace("a PretendLayer", "'PretendLayer'").replace(
-        "'PretendLayer'", "a layer of the stand-in cache"
-    )
+    reason = re.sub("a PretendLayer|'PretendLayer' object", "a layer of the stand-in cache", reason)
     return f"Not captured: its code fails while a pass is recorded ({reason})"
 
 
