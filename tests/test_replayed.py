@@ -1045,7 +1045,7 @@ def test_a_batch_is_replayed(family: str) -> None:
     for request in (NOTHING, LOOKUP):
         assert torch.equal(plain, plain_text(model, 40, self_speculative=request, **given)), request
         last = model.last_speculation
-        # The first passes of all are compared with the model's own; falcon's own code cannot be recorded.
+        # The first three passes of a batch size are compared with the model's own.
         assert last.replay_refusal is None, last.replay_refusal
         assert last.replayed_passes == last.target_passes - (3 if request is NOTHING else 1), request
 
