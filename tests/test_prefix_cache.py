@@ -25,6 +25,7 @@ from ssd_generation import (
     load_prefix_cache,
     save_prefix_cache,
 )
+from ssd_generation.cache import buffered_layers
 from ssd_generation.cache.prefix_cache import PrefixCache
 from ssd_generation.generation import prefix_files
 from ssd_generation.generation.prefixes import PrefixPart, bytes_of
@@ -571,6 +572,23 @@ def test_equal_rows_are_read_once_with_prefixes(prompts_by_kernels: None) -> Non
     for _ in range(2):
         assert torch.equal(*(generate(model, prompt(60), **options) for model in (one, other)))
     assert reused(one) == 59
+
+
+@pytest.mark.parametrize("way", ["in parts", "by kernels"])
+@pytest.mark.measures
+def test_masked_slots_hold_numbers(way: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The caller may continue from the cache by transformers' own passes, where a masked `nan` would count."""
+    request.getfixturevalue("read_by_torch" if way == "in parts" else "prompts_by_kernels")
+    empty = buffered_layers._new_buffer
+    monkeypatch.setattr(buffered_layers, "_new_buffer", lambda like, slots: empty(like, slots).fill_(float("nan")))
+    model = model_of(torch.bfloat16)
+    asked = batch_of(*questions(1, 5), prompt(9), prompt(9))
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    found = model.generate(**asked, **options, self_speculative=NOTHING)
+    mask = torch.nn.functional.pad(asked["attention_mask"], (0, 4), value=1)
+    more = model.generate(found.sequences, attention_mask=mask, **options, **{CACHE: found[CACHE]})
+    assert all(torch.isfinite(logits).all() for logits in more.logits)
 
 
 def test_a_batch_in_float32_neither_reads_nor_fills() -> None:

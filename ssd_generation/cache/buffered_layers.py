@@ -547,9 +547,11 @@ def copy_row(cache: Cache, source: int, row: int, slots: slice) -> None:
         row: row to copy to.
         slots: the slots.
     """
-    layers: list[Any] = cache.layers
-    for layer in layers:
+    for layer in cache.layers:
+        if not isinstance(layer, BufferedLayer):
+            continue  # of states alone
         for buffer in (layer.key_buffer, layer.value_buffer):
+            assert buffer is not None
             buffer[row, :, slots] = buffer[source, :, slots]
 
 

@@ -4,46 +4,103 @@ They form a tree over tokens: each node holds the keys and values of a run of to
 ancestors (a radix tree, as in RadixAttention, SGLang, arXiv 2312.07104). What a call takes is copied into the cache of
 the call, and what is new in that is copied back afterwards: so concurrent calls, and calls that are interrupted, leave
 the tree consistent. The least recently used runs are dropped first.
+
+From recurrent states no token can be removed. So a text of a model that has them begins after the last token of a run
+with a copy of its states: those after some tokens of earlier texts, which their calls chose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
 
 from ..support.forks import ForkSafeRLock
+from .recurrent import LayerStates, give_states, has_no_keys
 
-__all__ = ["PrefixCache", "States", "whole_text"]
+__all__ = ["PrefixCache", "Recurrent", "Start", "States", "StoredRun", "whole_text"]
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values by layer, each `(1, heads, tokens, size)`."""
+"""Keys and values by layer, each `(1, heads, tokens, size)`; those of a layer without keys have no heads."""
+
+Recurrent = list[LayerStates]
+"""Recurrent states by layer, of one text; a layer without has none."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is stored of the beginning of a text.
+
+    Attributes:
+        count: number of its tokens.
+        states: their keys and values.
+        recurrent: recurrent states after the last of them; empty where the model has none.
+    """
+
+    count: int = 0
+    states: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    recurrent: Sequence[LayerStates] = ()
+
+    def fill(self, cache: Cache) -> None:
+        """Copy it into an empty cache, of a single text."""
+        layers: list[Any] = cache.layers
+        for layer, (keys, values) in zip(layers, self.states, strict=False):
+            if keys.shape[1]:
+                layer.update(keys, values)
+        for layer, states in zip(layers, self.recurrent, strict=False):
+            if states:
+                give_states(layer, states)
+
+
+class StoredRun(NamedTuple):
+    """Run of tokens as a list of all runs gives it.
+
+    Attributes:
+        key: everything that its keys and values depend on, except tokens.
+        above: number of the run that it follows in the list; `None`: it begins a text.
+        tokens: its tokens, `(n,)`.
+        states: their keys and values.
+        recurrent: recurrent states after its last token; empty where there are none.
+    """
+
+    key: Hashable
+    above: int | None
+    tokens: torch.Tensor
+    states: States
+    recurrent: Recurrent
 
 
 @dataclass(eq=False)
 class _Run:
-    """Run of tokens that follow those of the nodes above, with their keys and values."""
+    """Run of tokens that follow those of the nodes above, with their keys and values.
+
+    Attributes:
+        recurrent: recurrent states after its last token; empty where they are not stored.
+    """
 
     tokens: torch.Tensor
     states: States
+    recurrent: Recurrent = field(default_factory=list)
     above: _Run | None = None
     below: dict[int, _Run] = field(default_factory=dict)
     used: int = 0
 
     def bytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.states) + self.tokens.nbytes
+        stored = sum(keys.nbytes + values.nbytes for keys, values in self.states)
+        return stored + _bytes_of(self.recurrent) + self.tokens.nbytes
 
     def split(self, at: int) -> int:
         """Leave the first tokens to this node and the others to a new child; return the number of bytes added."""
         before = self.bytes()
-        rest = _Run(self.tokens[at:].clone(), _part(self.states, at, len(self.tokens)), self, self.below, self.used)
+        states = _part(self.states, at, len(self.tokens))
+        rest = _Run(self.tokens[at:].clone(), states, self.recurrent, self, self.below, self.used)
         for run in rest.below.values():
             run.above = rest
         self.below = {int(rest.tokens[0]): rest}
-        self.tokens, self.states = self.tokens[:at].clone(), _part(self.states, 0, at)
+        self.tokens, self.states, self.recurrent = self.tokens[:at].clone(), _part(self.states, 0, at), []
         return self.bytes() + rest.bytes() - before
 
 
@@ -98,13 +155,38 @@ class PrefixCache:
                 for layer in zip(*parts, strict=True)
             ]
 
-    def keep(self, key: Hashable, tokens: torch.Tensor, states: States, first: int = 0) -> None:
+    def recurrent(self, key: Hashable, tokens: torch.Tensor) -> tuple[int, Recurrent]:
+        """Return copies of the last recurrent states that are stored of a text, and the number of tokens up to them.
+
+        Args:
+            key, tokens: as in `match`.
+
+        Returns:
+            The number, 0 where none are stored, and the states.
+        """
+        with self._guard:
+            at, found, states = 0, 0, list[LayerStates]()
+            for run, count in self._path(key, tokens):
+                at += count
+                if count == len(run.tokens) and run.recurrent:
+                    found, states = at, run.recurrent
+            return found, _copies(states)
+
+    def keep(
+        self,
+        key: Hashable,
+        tokens: torch.Tensor,
+        states: States,
+        first: int = 0,
+        recurrent: Mapping[int, Recurrent] | None = None,
+    ) -> None:
         """Store copies of the keys and values of a text, for the tokens that are not stored yet.
 
         Args:
             key, tokens: as in `match`.
             states: keys and values of these tokens, from the one with number `first` on.
             first: number of tokens before `states`; where these are not stored, nothing is.
+            recurrent: recurrent states by the number of tokens that they cover.
         """
         with self._guard:
             self._clock += 1
@@ -116,19 +198,33 @@ class PrefixCache:
                 at, last = at + count, run
             if first <= at < len(tokens):
                 part = _part(states, at - first, len(tokens) - first)
-                made = _Run(tokens[at:].clone(), part, last, {}, self._clock)
+                made = _Run(tokens[at:].clone(), part, [], last, {}, self._clock)
                 last.below[int(tokens[at])] = made
                 self.bytes += made.bytes()
+            for count, after in (recurrent or {}).items():
+                self._keep_recurrent(key, tokens[:count], after)
             self._drop_oldest()
 
-    def runs(self) -> list[tuple[Hashable, int | None, torch.Tensor, States]]:
-        """Return all runs: key, number of the run that each follows (`None`: it begins a text), tokens, and states.
+    def _keep_recurrent(self, key: Hashable, tokens: torch.Tensor, recurrent: Recurrent) -> None:
+        """Store copies of the recurrent states after the last of some tokens, where these are stored."""
+        path = self._path(key, tokens)
+        if sum(count for _, count in path) < len(tokens) or not path:
+            return
+        run, count = path[-1]
+        if count < len(run.tokens):
+            self.bytes += run.split(count)
+        if not run.recurrent:
+            run.recurrent = _copies(recurrent)
+            self.bytes += _bytes_of(run.recurrent)
+
+    def runs(self) -> list[StoredRun]:
+        """Return all runs.
 
         A run comes after the one that it follows; otherwise the most recently used come last. Tensors are not copied:
         they are never written to.
         """
         with self._guard:
-            found: list[tuple[Hashable, int | None, torch.Tensor, States]] = []
+            found: list[StoredRun] = []
             waiting: list[tuple[Hashable, int | None, _Run]] = [
                 (key, None, run) for key, root in self._roots.items() for run in root.below.values()
             ]
@@ -136,7 +232,7 @@ class PrefixCache:
                 waiting.sort(key=lambda entry: -entry[2].used)
                 key, above, run = waiting.pop()
                 waiting += [(key, len(found), below) for below in run.below.values()]
-                found.append((key, above, run.tokens, run.states))
+                found.append(StoredRun(key, above, run.tokens, run.states, run.recurrent))
             return found
 
     def limit(self, most_bytes: int) -> None:
@@ -193,6 +289,14 @@ def _part(states: States, first: int, end: int, copies: bool = True) -> States:
     return [(keys.clone(), values.clone()) for keys, values in parts] if copies else parts
 
 
+def _copies(recurrent: Recurrent) -> Recurrent:
+    return [{name: state.clone() for name, state in layer.items()} for layer in recurrent]
+
+
+def _bytes_of(recurrent: Recurrent) -> int:
+    return sum(state.nbytes for layer in recurrent for state in layer.values())
+
+
 def whole_text(cache: Cache, tokens: int) -> States | None:
     """Return views of a single text's first keys and values in its cache; `None` where a layer has dropped some.
 
@@ -202,6 +306,10 @@ def whole_text(cache: Cache, tokens: int) -> States | None:
     """
     found: States = []
     for layer in cache.layers:
+        if has_no_keys(layer):
+            empty = torch.empty((1, 0, tokens, 0), device="cpu")
+            found.append((empty, empty))
+            continue
         known: Sequence[Any] = (getattr(layer, "key_buffer", None), getattr(layer, "value_buffer", None))
         if any(part is None for part in known) or layer.start != 0 or layer.end < tokens:
             return None

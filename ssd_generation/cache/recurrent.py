@@ -25,11 +25,14 @@ __all__ = [
     "MOST_OWED",
     "REACH",
     "Checkpoint",
+    "LayerStates",
     "NoRoomForStates",
     "PassState",
     "PassStates",
     "crop_attention",
     "fork_states",
+    "give_states",
+    "has_begun",
     "has_no_keys",
     "has_states",
     "has_states_alone",
@@ -38,6 +41,7 @@ __all__ = [
     "knows_its_length",
     "layers_of_states",
     "layers_without_keys",
+    "named_states",
     "slots_of",
     "states_in",
     "usual_layers",
@@ -59,6 +63,11 @@ _KNOWN = tuple(
     )
     if hasattr(cache_utils, name)
 )
+
+LayerStates = dict[str, torch.Tensor]
+"""States of a layer of a cache, `(rows, …)`, by kind and number, such as `conv.0` and `recurrent.0`."""
+
+_KINDS = ("conv", "recurrent")
 
 _WINDOW = ("keys", "values", "cumulative_length")
 """Attributes of a layer with a sliding window alongside its states: these cannot be cropped, and are restored too."""
@@ -130,6 +139,32 @@ def states_in(layer: Any) -> list[torch.Tensor]:
         return []
     held = (*layer.conv_states.values(), *layer.recurrent_states.values())
     return [state for state in held if state is not None]
+
+
+def named_states(layer: Any) -> LayerStates:
+    """Return the states of a layer of a cache by name, in the order of `states_in`; of other layers, none."""
+    if not keeps_states(layer) or not is_known(layer):
+        return {}
+    held = [(kind, getattr(layer, f"{kind}_states")) for kind in _KINDS]
+    return {f"{kind}.{index}": state for kind, by in held for index, state in by.items() if state is not None}
+
+
+def give_states(layer: Any, states: LayerStates) -> None:
+    """Put copies of states into a layer that has none, as a pass over their text would have left it.
+
+    Args:
+        layer: layer of states (`keeps_states`).
+        states: states of such a layer.
+    """
+    for name, state in states.items():
+        kind, _, index = name.partition(".")
+        getattr(layer, f"update_{kind}_state")(state, state_idx=int(index))
+        layer.has_previous_state[int(index)] = True
+
+
+def has_begun(cache: Cache) -> bool:
+    """Tell whether a cache holds anything of a text."""
+    return slots_of(cache) > 0 or any(keeps_states(x) and any(x.has_previous_state.values()) for x in cache.layers)
 
 
 def _hold(layer: Any, states: Sequence[torch.Tensor]) -> None:
@@ -414,6 +449,20 @@ class Checkpoint:
         else:
             self._saved, self._unsaved = None, self._saved or self._unsaved
         self.length, self._since, self._stands = length, tokens, tokens.shape[1]
+
+    def latest(self, cache: Cache, length: int) -> tuple[int, list[LayerStates]]:
+        """Return the latest states of committed tokens alone: the number of these, and the states by layer.
+
+        Args:
+            cache: the cache.
+            length: number of committed slots.
+        """
+        found = [named_states(layer) for layer in cache.layers]
+        if not self.owed(length):
+            return length, found
+        if self._stands and self._saved is not None:
+            return self.length, [dict(zip(x, y.states(), strict=True)) for x, y in zip(found, self._saved, strict=True)]
+        return self.length, found
 
     def end(self, cache: Cache, length: int) -> None:
         """Remove all uncommitted tokens from a cache, after an exception.

@@ -18,6 +18,7 @@ import torch
 
 from ..cache.recurrent import NoRoomForStates, knows_its_length
 from ..drafting.drafter import Draft, Drafter
+from ..forward.context import Context
 from ..forward.eager.row_by_row import has_scans_of_its_own
 from ..forward.forward import Forward
 from ..forward.structure.weights import WeightWatch
@@ -49,6 +50,7 @@ class DecodingLoop:
 
     Attributes:
         statistics: statistics of the call.
+        context: state after the last pass; `None` until the prompt was read.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class DecodingLoop:
         self.after_round = after_round
         self._watch = watch
         self.statistics = SpeculationStatistics()
+        self.context: Context | None = None
         self._drafting, self._verifying = Stopwatch(forward.device), Stopwatch(forward.device)
 
     def run(
@@ -91,6 +94,7 @@ class DecodingLoop:
         try:
             with ThreadsAtWork(self.forward.device) as threads:
                 rows = read_prompt(self.forward, request, input_ids, model_kwargs, outputs, choice)
+                self.context = rows.context
                 self.statistics.target_passes += 1
                 self._verifier = Verifier(self.forward, self._committer, rows)
                 running = self._committer.commit(rows, outputs)

@@ -10,11 +10,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.buffered_layers import add_buffers, trim_windows
-from ..cache.recurrent import Checkpoint, slots_of
+from ..cache.recurrent import Checkpoint, has_begun, knows_its_length, slots_of
 from ..forward.context import Context
 from ..forward.eager.module_states import module_states
 from ..forward.eager.prompt_mode import prompt_mode
-from ..forward.eager.prompt_parts import read_in_parts, read_rows_in_parts
+from ..forward.eager.prompt_parts import read_prompt_in_parts, read_rows_in_parts
 from ..forward.forward import Forward
 from ..forward.structure.positions import most_positions
 from ..support.padding import padding_at_left
@@ -104,14 +104,19 @@ def _in_parts(
 ) -> CausalLMOutputWithPast | None:
     """Read prompts in the plan's parts; return the outputs, or `None` where they consist of more than tokens."""
     part, cache = forward.plan.prompt_part, model_kwargs.get(cache_argument(forward.model))
-    if part is None or not isinstance(cache, Cache) or slots_of(cache) % part or RotarySwitch(forward.model):
+    if part is None or not isinstance(cache, Cache) or RotarySwitch(forward.model):
+        return None
+    is_filled = forward.prefixes is not None and forward.prefixes.filled > 0
+    if not is_filled and (slots_of(cache) % part or (has_begun(cache) and not slots_of(cache))):
         return None
     starts = starts_of_prompts(input_ids, model_kwargs, request.generation_config)
     positions = model_kwargs.get("position_ids")
     if starts == [0]:
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        return read_in_parts(forward.model, cache, input_ids, positions, part, forward.prefixes)
+        return read_prompt_in_parts(forward.model, cache, input_ids, positions, part, forward.prefixes)
+    if positions is None and not knows_its_length(cache):
+        positions = torch.zeros_like(input_ids)  # without keys nothing depends on them
     if starts is None or positions is None or slots_of(cache):
         return None
     return read_rows_in_parts(forward.model, cache, input_ids, positions, starts, part, forward.prefixes)

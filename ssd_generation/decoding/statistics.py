@@ -123,19 +123,20 @@ class SpeculationStatistics:
             refusal=refusal,
         )
 
-    def note_passes(self, forward: Forward, reason: str | None, reused: int = 0) -> None:
+    def note_passes(self, forward: Forward, reason: str | None, reused: int = 0, keeps_bits: bool = True) -> None:
         """Note how the passes of a call were run, and whether the bits of its text may depend on what was drafted.
 
         Args:
             forward: the passes.
             reason: why the bits may, from the `PassPlan`.
             reused: number of prompt tokens whose keys and values an earlier call had computed.
+            keeps_bits: whether these have the bits that this call would have computed.
         """
         self.reused_tokens = reused
         self.exactness = BITWISE if forward.is_bitwise else NUMERIC
         self.exactness_reason = None if forward.is_bitwise else reason or "a pass was run by the model's own code"
         self.replayed_passes, self.replay_refusal = forward.replayed_passes, forward.replay_refusal
-        if reused and not forward.plan.prompts and forward.plan.prompt_part is None:
+        if reused and not keeps_bits:
             self.exactness, self.exactness_reason = NUMERIC, "an earlier call computed the beginning of its prompt"
 
     def record_round(

@@ -179,13 +179,13 @@ class Call:
             output = loop.run(input_ids, model_kwargs)
             if not is_check:
                 sequences = output.sequences if isinstance(output, SelfSpeculativeOutput) else output
-                prefix.keep(sequences)
+                prefix.keep(sequences, loop.context)
                 if (store := store_of(model, None if self.request is None else self.request.config)) is not None:
                     for text in sequences.tolist():
                         store.add(text)
         if isinstance(output, SelfSpeculativeOutput):
             loan.deliver(output)
-        loop.statistics.note_passes(forward, plan.reason, prefix.reused)
+        loop.statistics.note_passes(forward, plan.reason, prefix.reused, prefix.keeps_bits)
         if between is not None:
             loop.statistics.refinement = between.refinement.to_dict()
         if not is_check:

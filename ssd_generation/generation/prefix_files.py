@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..cache.prefix_cache import PrefixCache, States
+from ..cache.prefix_cache import PrefixCache, StoredRun
 from ..forward.structure.sublayers import input_device
 from ..native.ops.kernels import digest_of_kernels
 from ..support.display import path_shown
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_prefix_cache", "save_prefix_cache"]
 
-_FORMAT = 2
+_FORMAT = 3
 _FILE = Kind("a file of prefixes", 2**40)
 _KEY = (str | None, str, str, int, str)
 """Types of the parts of a key: salt, dtype, device, threads, and how prompts are read."""
@@ -55,20 +55,23 @@ def save_prefix_cache(model: PreTrainedModel, path: str | os.PathLike[str]) -> i
     follow_weights_of(model)
     runs = _cache_of(model).runs()
     tensors: dict[str, torch.Tensor] = {}
-    for number, (_, _, tokens, states) in enumerate(runs):
-        tensors[f"{number}.tokens"] = tokens.contiguous()
-        for layer, pair in enumerate(states):
+    for number, run in enumerate(runs):
+        tensors[f"{number}.tokens"] = run.tokens.contiguous()
+        for layer, pair in enumerate(run.states):
             for name, state in zip(("keys", "values"), pair, strict=True):
+                tensors[f"{number}.{layer}.{name}"] = state.cpu().contiguous()
+        for layer, after in enumerate(run.recurrent):
+            for name, state in after.items():
                 tensors[f"{number}.{layer}.{name}"] = state.cpu().contiguous()
     about = {
         "format": _FORMAT,
         "made_by": _made_by(model),
-        "runs": [[list(key), above, len(states)] for key, above, _, states in runs],  # type: ignore[call-overload]
+        "runs": [[list(run.key), run.above, len(run.states), [list(x) for x in run.recurrent]] for run in runs],  # type: ignore[call-overload]
         "content": _content(tensors),
     }
     with replacing(Path(path)) as temporary:
         save_file(tensors, temporary, metadata={"about": json.dumps(about)})
-    return sum(len(tokens) for _, _, tokens, _ in runs)
+    return sum(len(run.tokens) for run in runs)
 
 
 def load_prefix_cache(model: PreTrainedModel, path: str | os.PathLike[str]) -> int:
@@ -111,12 +114,13 @@ def load_prefix_cache(model: PreTrainedModel, path: str | os.PathLike[str]) -> i
     state_of(model).get(PrefixPart).digest = here["weights"]
     texts: list[torch.Tensor] = []
     device = input_device(model)
-    for key, above, tokens, states in runs:
-        before = tokens[:0] if above is None else texts[above]
-        texts.append(torch.cat((before, tokens)))
-        on_device = [(keys.to(device), values.to(device)) for keys, values in states]
-        cache.keep(key, texts[-1], on_device, first=len(before))
-    return sum(len(tokens) for _, _, tokens, _ in runs)
+    for run in runs:
+        before = run.tokens[:0] if run.above is None else texts[run.above]
+        texts.append(torch.cat((before, run.tokens)))
+        on_device = [(keys.to(device), values.to(device)) for keys, values in run.states]
+        after = {len(texts[-1]): run.recurrent} if run.recurrent else None
+        cache.keep(run.key, texts[-1], on_device, first=len(before), recurrent=after)
+    return sum(len(run.tokens) for run in runs)
 
 
 def _cache_of(model: PreTrainedModel) -> PrefixCache:
@@ -146,9 +150,7 @@ def _content(tensors: Mapping[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def _runs_of(
-    about: Any, tensors: Mapping[str, torch.Tensor]
-) -> list[tuple[Hashable, int | None, torch.Tensor, States]]:
+def _runs_of(about: Any, tensors: Mapping[str, torch.Tensor]) -> list[StoredRun]:
     """Return the runs of a file as `PrefixCache.runs` gives them; raise if anything is wrong."""
     if about["format"] != _FORMAT:
         raise ValueError(f"its format is {about['format']!r}, not {_FORMAT}")
@@ -156,13 +158,14 @@ def _runs_of(
         raise TypeError("it does not say what made it")
     if _content(tensors) != about["content"]:
         raise ValueError("its content is not what was written")
-    runs: list[tuple[Hashable, int | None, torch.Tensor, States]] = []
-    for number, (key, above, layers) in enumerate(about["runs"]):
+    runs: list[StoredRun] = []
+    for number, (key, above, layers, names) in enumerate(about["runs"]):
         if len(key) != len(_KEY) or not all(isinstance(part, kind) for part, kind in zip(key, _KEY, strict=True)):
             raise ValueError(f"the key of run {number} is {key!r}")
-        if above is not None and not (type(above) is int and 0 <= above < number and runs[above][0] == tuple(key)):
+        if above is not None and not (type(above) is int and 0 <= above < number and runs[above].key == tuple(key)):
             raise ValueError(f"run {number} follows {above!r}")
         tokens = tensors[f"{number}.tokens"]
         states = [(tensors[f"{number}.{layer}.keys"], tensors[f"{number}.{layer}.values"]) for layer in range(layers)]
-        runs.append((tuple(key), above, tokens, states))
+        recurrent = [{name: tensors[f"{number}.{at}.{name}"] for name in each} for at, each in enumerate(names)]
+        runs.append(StoredRun(tuple(key), above, tokens, states, recurrent))
     return runs

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from ..cache.prefix_cache import PrefixCache, States, whole_text
-from ..cache.recurrent import slots_of
+from ..cache.prefix_cache import PrefixCache, Recurrent, Start, States, whole_text
+from ..cache.recurrent import has_begun, has_states, is_known, keeps_states, knows_its_length, named_states, slots_of
 from ..decoding.prompt import starts_of_prompts
 from ..decoding.rotary import RotarySwitch
 from ..forward.captured.conditions import why_not_on
@@ -27,6 +28,7 @@ from ..support.tensors import fingerprint_of
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
+    from ..forward.context import Context
     from ..forward.forward import Forward
 
 __all__ = [
@@ -46,6 +48,9 @@ _BY_DEFAULT = 10**9
 
 _COLUMNS = 1024
 """Columns, of 64 bits, of the table of a weight's numbers whose rows and columns are added up."""
+
+_SHARE_OF_STATES = 1 / 4
+"""Largest share of a cache that recurrent states of one text may take: longer texts leave them at fewer places."""
 
 FEWEST = 32
 """Shortest prefix that is reused, in tokens: reuse takes a reading of all weights, to check that they are the same."""
@@ -152,6 +157,8 @@ class Prefix:
 
     Attributes:
         reused: number of tokens that were taken, of all rows.
+        keeps_bits: whether what is taken has the bits that this call would have computed.
+        filled: number of tokens that the cache of a single text, or of the row that is read, began with.
     """
 
     def __init__(
@@ -163,28 +170,32 @@ class Prefix:
         config: GenerationConfig,
         salt: str | None,
     ) -> None:
-        self.reused = 0
+        self.reused = self.filled = 0
+        self._noted: dict[int, Recurrent] = {}  # recurrent states of the text that is read, by number of tokens
+        self._has_states = has_states(forward.model)
         self._is_checked = False  # whether the digest of the weights was compared
-        self._endings: list[tuple[torch.Tensor, States]] = []  # to be stored after the text
+        self._endings: list[tuple[torch.Tensor, Start]] = []  # to be stored after the text
         self._forward, self._cache, self._ids = forward, cache, input_ids
+        # In half precision a text must not depend on earlier calls: only bits that any call would compute are reused.
+        self._needs_bits, plan = forward.model.dtype != torch.float32, forward.plan
         self._part = state_of(forward.model).get(PrefixPart)
         self._prefixes = self._part.cache
         if self._prefixes is not None and not self._may_be(model_kwargs, config):
             self._prefixes = None
-        plan = forward.plan
         how = "kernels" if plan.prompts else "at once" if plan.prompt_part is None else f"parts of {plan.prompt_part}"
+        self.keeps_bits = plan.prompts or (plan.prompt_part is not None and (self._needs_bits or not self._has_states))
         self._key = (salt, str(forward.model.dtype), str(forward.device), torch.get_num_threads(), how)
 
     def _may_be(self, model_kwargs: dict[str, Any], config: GenerationConfig) -> bool:
         """Tell whether keys and values of this call depend on nothing but tokens and the key."""
         model, plan, cache = self._forward.model, self._forward.plan, self._cache
+        in_parts = plan.prompt_part is not None
         starts = starts_of_prompts(self._ids, model_kwargs, config)
         return (
             plan.captured  # no attentions or hidden states are requested
-            and (plan.prompts or plan.prompt_part is not None or len(self._ids) == 1)
-            and (plan.prompts or plan.prompt_part is not None or model.dtype == torch.float32)
+            and (plan.prompts or in_parts or (len(self._ids) == 1 and not self._needs_bits and not self._has_states))
             and isinstance(cache, Cache)
-            and slots_of(cache) == 0
+            and not has_begun(cache)
             and starts is not None
             and (starts == [0] or len(self._ids) > 1)
             and self._counts_tokens(model_kwargs.get("position_ids"), starts)
@@ -196,7 +207,7 @@ class Prefix:
         """Tell whether the positions of each row are the numbers of its tokens."""
         width = self._ids.shape[1]
         if positions is None:
-            return not any(starts)
+            return not any(starts) or not knows_its_length(self._cache)  # without keys nothing depends on positions
         return all(positions[row, at:].tolist() == list(range(width - at)) for row, at in enumerate(starts))
 
     def fill(self) -> None:
@@ -207,31 +218,62 @@ class Prefix:
         self._forward.prefixes = self
         if len(self._ids) > 1:
             return
-        tokens = self._ids[0]
-        for layer, states in zip(self._cache.layers, self.take(tokens[:-1]), strict=False):  # the last one is read
-            layer.update(*states)
+        begun = self.take(self._ids[0, :-1])  # the last one is read
+        begun.fill(self._cache)
+        self.filled = begun.count
 
-    def take(self, tokens: torch.Tensor) -> States:
+    def take(self, tokens: torch.Tensor) -> Start:
         """Return copies of the keys and values of the first tokens of a text, as far as they are stored.
 
         Args:
             tokens (`torch.LongTensor` of shape `(n,)`): tokens of the text.
 
         Returns:
-            Keys and values by layer; empty where fewer are stored than are worth reading all weights for.
+            Keys, values and recurrent states; none where fewer are stored than are worth reading all weights for.
         """
         prefixes, tokens = self._prefixes, tokens.cpu()
         assert prefixes is not None
-        count = self._whole_parts(prefixes.match(self._key, tokens))
+        recurrent: Recurrent = []
+        if self._has_states:
+            count, recurrent = prefixes.recurrent(self._key, tokens)
+        else:
+            count = self._whole_parts(prefixes.match(self._key, tokens))
         if count < FEWEST or not self._are_weights_the_same(prefixes):
-            return []
+            return Start()
         found = prefixes.take(self._key, tokens, count)
         # Another thread may have dropped some since.
-        count = self._whole_parts(found[0][0].shape[2] if found else 0)
+        known = found[0][0].shape[2] if found else 0
+        if known < count:
+            count = 0 if self._has_states else self._whole_parts(known)
+        if count == 0:
+            return Start()
         self.reused += count
-        return [(keys[:, :, :count], values[:, :, :count]) for keys, values in found] if count else []
+        return Start(count, [(keys[:, :, :count], values[:, :, :count]) for keys, values in found], recurrent)
 
-    def take_ending(self, tokens: torch.Tensor, count: int) -> tuple[States, torch.Tensor] | None:
+    def note_states(self, cache: Cache, count: int, of: int) -> None:
+        """Note copies of the recurrent states after some tokens of a prompt, to be stored with these.
+
+        In half precision these are whole parts, whose bits are the same in every call. Where the states of all of them
+        took too much memory, those of every second, third … are noted.
+
+        Args:
+            cache: the cache of the text.
+            count: number of tokens that were read.
+            of: number of tokens of the prompt.
+        """
+        part, prefixes = self._forward.plan.prompt_part, self._prefixes
+        if prefixes is None or part is None or not _has_all_states(cache):
+            return
+        is_last = count == of
+        if count % part and not (is_last and not self._needs_bits):
+            return
+        states = [named_states(layer) for layer in cache.layers]
+        each = sum(state.nbytes for layer in states for state in layer.values())
+        every = math.ceil(of // part * each / max(1, _SHARE_OF_STATES * prefixes.most_bytes))
+        if is_last or of - count < part or count // part % max(1, every) == 0:
+            self._noted[count] = [{name: state.clone() for name, state in layer.items()} for layer in states]
+
+    def take_ending(self, tokens: torch.Tensor, count: int) -> tuple[Start, torch.Tensor] | None:
         """Return copies of the keys and values of a prompt's last tokens, and its logits, if it was read before.
 
         Args:
@@ -239,38 +281,41 @@ class Prefix:
             count: number of its last tokens, those after its whole parts.
 
         Returns:
-            Keys and values by layer, and logits `(1, 1, V)`; `None` where they are not stored.
+            Keys, values and recurrent states, and logits `(1, 1, V)`; `None` where they are not stored.
         """
         prefixes, key = self._prefixes, self._ending_key(tokens)
         if prefixes is None or not prefixes.match(key, _ENDING) or not self._are_weights_the_same(prefixes):
             return None
-        found = prefixes.take(key, _ENDING, 1)
-        if not found:  # another thread has dropped it since
+        found, (_, recurrent) = prefixes.take(key, _ENDING, 1), prefixes.recurrent(key, _ENDING)
+        if not found or (self._has_states and not recurrent):  # another thread has dropped it since
             return None
         self.reused += count
         *layers, (logits, _) = found
 
         def unpacked(states: torch.Tensor) -> torch.Tensor:
-            return states.view(*states.shape[:2], count, -1)
+            return states.view(*states.shape[:2], count, states.shape[-1] // count)
 
-        return [(unpacked(keys), unpacked(values)) for keys, values in layers], logits[:, :, 0]
+        return Start(count, [(unpacked(keys), unpacked(values)) for keys, values in layers], recurrent), logits[:, :, 0]
 
-    def add_ending(
-        self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]], logits: torch.Tensor
-    ) -> None:
+    def add_ending(self, tokens: torch.Tensor, cache: Cache, count: int, logits: torch.Tensor) -> None:
         """Store the ending of a prompt, once the text is decoded: the first token does not wait for it.
 
         In a part of another length its tokens could have other bits, so that it serves this prompt alone.
 
         Args:
-            tokens: as in `take_ending`.
-            states: keys and values of its last tokens by layer, each `(1, heads, count, size)`.
+            tokens, count: as in `take_ending`.
+            cache: the cache of the text.
             logits (`torch.FloatTensor` of shape `(1, 1, V)`): the logits after it.
         """
-        if self._prefixes is not None and len(tokens) >= FEWEST:
-            layers: States = [tuple(x.flatten(2)[:, :, None].clone() for x in pair) for pair in states]  # type: ignore[misc]
-            layers.append((logits[:, :, None].clone(), logits[:, :, None, :0].clone()))
-            self._endings.append((tokens.cpu(), layers))
+        whole = whole_text(cache, len(tokens))
+        if self._prefixes is None or whole is None or len(tokens) < FEWEST:
+            return
+        if self._has_states and not _has_all_states(cache):
+            return
+        layers: States = [tuple(x[:, :, -count:].flatten(2)[:, :, None].clone() for x in pair) for pair in whole]  # type: ignore[misc]
+        layers.append((logits[:, :, None].clone(), logits[:, :, None, :0].clone()))
+        states = [{name: state.clone() for name, state in named_states(layer).items()} for layer in cache.layers]
+        self._endings.append((tokens.cpu(), Start(1, layers, states if self._has_states else [])))
 
     def _ending_key(self, tokens: torch.Tensor) -> Hashable:
         """Return the key of a prompt's ending, which is stored as if it were a text of one token."""
@@ -294,38 +339,51 @@ class Prefix:
         return count - count % (self._forward.plan.prompt_part or 1)
 
     def add(self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Store copies of the keys and values of a text.
+        """Store copies of the keys and values of a text, up to the last recurrent states where the model has these.
 
         Args:
             tokens (`torch.LongTensor` of shape `(n,)`): tokens of the text.
             states: their keys and values by layer, each `(1, heads, n, size)`.
         """
-        if len(tokens) >= FEWEST:
-            self._store(self._key, tokens.cpu(), list(states))
+        count, (noted, self._noted) = len(tokens), (self._noted, {})
+        if self._has_states:
+            noted = {at: after for at, after in noted.items() if at <= count}
+            count = max(noted, default=0)
+        if count >= FEWEST:
+            known = [(keys[:, :, :count], values[:, :, :count]) for keys, values in states]
+            self._store(self._key, tokens[:count].cpu(), known, noted)
 
-    def _store(self, key: Hashable, tokens: torch.Tensor, states: States) -> None:
+    def _store(
+        self, key: Hashable, tokens: torch.Tensor, states: States, recurrent: Mapping[int, Recurrent] | None = None
+    ) -> None:
         if self._prefixes is None:
             return
         if self._part.digest is None:
             self._part.digest, self._is_checked = digest_of(self._forward.model), True
-        self._prefixes.keep(key, tokens, states)
+        self._prefixes.keep(key, tokens, states, recurrent=recurrent)
 
-    def keep(self, sequences: torch.Tensor) -> None:
+    def keep(self, sequences: torch.Tensor, context: Context | None = None) -> None:
         """Store what the call has read and decoded; the whole parts of a batch were stored when they were read.
 
         Args:
             sequences (`torch.LongTensor` of shape `(B, n)`): the texts.
+            context: state after the last pass of the call.
         """
         part, forward = self._part, self._forward
         if self._prefixes is None or _weights(forward.model) != part.weights:
             return
         for tokens, ending in self._endings:
-            self._store(self._ending_key(tokens), _ENDING, ending)
+            after = {1: list(ending.recurrent)} if ending.recurrent else None
+            self._store(self._ending_key(tokens), _ENDING, list(ending.states), after)
         if len(self._ids) > 1:
             return
-        count = min(slots_of(self._cache), sequences.shape[1])
-        if forward.model.dtype != torch.float32:
-            # A text must not depend on earlier ones: store only what any call would have computed to the bit.
+        most = sequences.shape[1]
+        count = min(slots_of(self._cache, otherwise=most), most)
+        if context is not None and context.checkpoint is not None and not self._needs_bits:
+            at, states_at = context.checkpoint.latest(self._cache, context.length)
+            if at <= count and _has_all_states(self._cache):
+                self._noted[at] = states_at
+        if self._needs_bits:
             in_parts = forward.plan.prompt_part is not None
             if not (in_parts or forward.has_read_prompt):
                 return
@@ -334,6 +392,12 @@ class Prefix:
         states = whole_text(self._cache, count)
         if states is not None:
             self.add(sequences[0, :count], states)
+
+
+def _has_all_states(cache: Cache) -> bool:
+    """Tell whether the layers of a cache hold states, all of them those of a text."""
+    states = [layer for layer in cache.layers if keeps_states(layer)]
+    return bool(states) and all(is_known(layer) and all(layer.has_previous_state.values()) for layer in states)
 
 
 @looked_at_once

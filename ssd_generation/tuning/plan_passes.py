@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..cache.recurrent import has_states
 from ..config.values import BITWISE, NUMERIC
 from ..forward.captured.any_length import windows_of
 from ..forward.captured.batch_invariance import NATIVE, TILES, WIDTHS, BatchInvariance
@@ -69,7 +70,8 @@ def plan_passes(
         return PassPlan(False, replays, None, False, None, own_kernels, refusal, rows=rows if replays else 1)
     prompts, part = reads_prompts(model, batch_invariance), None
     # A single text in float32 is plain's on all that was tried, with reused keys and values of torch's as well.
-    if reuses and not prompts and (rows > 1 or model.dtype != torch.float32):
+    # Recurrent states are stored between parts.
+    if reuses and not prompts and (rows > 1 or model.dtype != torch.float32 or has_states(model)):
         # Rows of several lengths have their windows at other slots.
         is_whole = rows == 1 or not any(windows_of(model))
         part = part_of_prompts(model) if is_whole and not own_kernels else None

@@ -12,25 +12,32 @@ import statistics
 import time
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache.buffered_layers import add_buffers
-from ..cache.recurrent import has_states
+from ..cache.own_lists import new_cache
+from ..cache.prefix_cache import Recurrent, Start, whole_text
+from ..cache.recurrent import has_states, named_states
 from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
 from ..forward.captured.expert_layers import experts_of, native_experts, run_experts
 from ..forward.captured.prompt_passes import prompt_passes
+from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.eager.prompt_parts import read_in_parts
+from ..forward.eager.row_by_row import has_scans_of_its_own
 from ..forward.structure.positions import cut_to_table
 from ..forward.structure.sublayers import input_device
 from ..native.ops.linear import Linear, native_linear
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
+from ..support.versions import cache_argument
 from .measuring import describe_model
 
 if TYPE_CHECKING:
@@ -63,6 +70,13 @@ _LOOKS = 3
 _TOKENS = 40
 _REST = 30
 """Tokens after the parts of a text that is read in parts."""
+_MOST_APART = 0.1
+"""Greatest deviation of logits by parts from those of a reading at once, in standard deviations of these."""
+_FEW = 2
+"""Tokens over which recurrent states are continued, to see whether they are: by more than one, since transformers' code
+for one token is another."""
+_LOUDER = 2.0**20
+"""Factor of states to be continued, which most of them forget within a few tokens."""
 _COST = Number(0, 1e6, "a ratio of times")
 
 
@@ -228,45 +242,93 @@ def part_of_prompts(model: PreTrainedModel) -> int | None:
         model: the target model.
 
     Returns:
-        `PART`; `None` where bits differ, or prompts with recurrent states would have to be read in parts, or the model
-        is not on the CPU.
+        `PART`; `None` where bits differ, or the model's own code does not go on from recurrent states, or the model is
+        not on the CPU.
     """
-    if input_device(model).type != "cpu" or has_states(model) or cut_to_table(model, 2 * PART, _REST) < 2 * PART:
+    if input_device(model).type != "cpu" or cut_to_table(model, 2 * PART, _REST) < 2 * PART:
+        return None
+    if has_states(model) and has_scans_of_its_own(model, 1):
         return None
 
     def measure() -> bool:
         with torch.inference_mode():
             return _parts_keep_bits(model)
 
-    described = {"what": "bits of prompts in parts", **describe_model(model), "part": PART, "format": 1}
+    described = {"what": "bits of prompts in parts", **describe_model(model), "part": PART, "format": 2}
     return PART if cached_measurement(model, described, measure) is True else None
 
 
 def _parts_keep_bits(model: PreTrainedModel) -> bool:
-    """Tell whether two parts and a rest of a text have the same bits after a copy of the parts before."""
+    """Tell whether two parts and a rest of a text have the same bits after a copy of the parts before.
+
+    Where recurrent states go from one part to the next, the logits must also be those of a reading at once, apart from
+    rounding, and each layer must continue from its state: some of transformers' begin each pass from an empty one.
+    """
     count = 2 * PART + _REST
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ids = torch.randint(0, vocabulary, (1, count), generator=_generator(), device="cpu")
     positions = torch.arange(count, device="cpu")[None]
 
-    def read(known: list[tuple[torch.Tensor, torch.Tensor]], at: int) -> tuple[torch.Tensor, list[Any]]:
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    recurrent: dict[int, Recurrent] = {}  # by number of tokens
+
+    def note(cache: Cache, at: int) -> None:
+        found = [named_states(layer) for layer in cache.layers]
+        recurrent[at] = [{name: state.clone() for name, state in layer.items()} for layer in found]
+
+    def read(begun: Start, end: int = count) -> list[torch.Tensor]:
+        """Return the logits, all keys and values, and the recurrent states."""
+        cache = new_cache(model)
         add_buffers(cache)
-        for layer, states in zip(cache.layers, known, strict=False):
-            layer.update(*(part[:, :, :at].clone() for part in states))
-        logits = read_in_parts(model, cache, ids, positions, PART).logits
+        begun.fill(cache)
+        logits = read_in_parts(model, cache, ids[:, :end], positions[:, :end], PART, begun.count, note).logits
+        states = whole_text(cache, end)
         assert logits is not None
-        return logits, [(layer.keys, layer.values) for layer in cache.layers]
+        if states is None:
+            raise ValueError("a layer does not hold the whole text")
+        return [logits, *chain(*states), *(state for layer in recurrent[count] for state in layer.values())]
+
+    def continues(begun: Start) -> bool:
+        """Tell whether all states after a few tokens depend on those before them."""
+        louder = [
+            {name: state * _LOUDER if name.startswith("recurrent") else state for name, state in layer.items()}
+            for layer in begun.recurrent
+        ]
+        end = begun.count + _FEW
+        read(begun, end)
+        states = recurrent[end]
+        read(replace(begun, recurrent=louder), end)
+        return not any(
+            name.startswith("recurrent") and torch.equal(state, other[name])
+            for layer, other in zip(states, recurrent[end], strict=True)
+            for name, state in layer.items()
+        )
 
     try:
-        logits, states = read([], 0)
-        others = [read(states, at) for at in (PART, 2 * PART)]
+        whole = read(Start())
+        if has_states(model):
+            apart = whole[0] - _read_at_once(model, ids, positions)
+            if not apart.float().std() <= _MOST_APART * whole[0].float().std():
+                return False
+        pairs = list(zip(whole[1::2], whole[2::2], strict=False))[: len(recurrent[count])]
+        starts = [
+            Start(at, [(keys[:, :, :at], values[:, :, :at]) for keys, values in pairs], recurrent[at])
+            for at in (PART, 2 * PART)
+        ]
+        others = list(map(read, starts))
+        if not continues(starts[-1]):
+            return False
     except Exception:  # for example, a model without positions among its arguments
         return False
-    whole = [logits, *(part for pair in states for part in pair)]
-    return all(
-        all(map(torch.equal, whole, [other, *(part for pair in found for part in pair)])) for other, found in others
-    )
+    return all(len(other) == len(whole) and all(map(torch.equal, whole, other)) for other in others)
+
+
+def _read_at_once(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a text's last token `(1, 1, V)` by a single pass of the model's own code."""
+    with prompt_mode(model, ids.shape[1]):
+        name, cache = cache_argument(model), new_cache(model)
+        answer = model(input_ids=ids, position_ids=positions, use_cache=True, **{name: cache})
+    found: torch.Tensor = answer.logits[:, -1:]
+    return found
 
 
 def _generator() -> torch.Generator:

@@ -1,15 +1,18 @@
 """Models with recurrent states, or with latents, caps or sinks in attention: time of whole calls and of prompts.
 
     python -m tests.lab.hybrids [--only NAME ...] [--dtype bfloat16] [--new-tokens 64] [--prompt 16] [--repeats 5]
-                                                [--json]
+                                                [--document 0] [--turns 6] [--json]
 
 By default those with states. Weights are random, so drafts would not be accepted: whole calls show what faster passes
-gain. Prompts are read by transformers' own pass and by this library's, of 64 and 512 tokens.
+gain. Prompts are read by transformers' own pass and by this library's, of 64 and 512 tokens. With `--document` a chat
+of `--turns` calls about that many random tokens is timed instead, as in `tests.lab.prompts`: the methods one after the
+other, each call with 20 more tokens and 32 new ones.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import statistics
 import time
 from argparse import Namespace
@@ -27,6 +30,7 @@ from ssd_generation.support.machine import cpu_name
 from ssd_generation.support.versions import cache_argument
 
 from .program import Program
+from .prompts import measure_series
 from .random_models import random_model
 from .side_by_side import compare, drafting_methods, greedy_options, with_range
 from .tables import as_markdown, versions
@@ -163,6 +167,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """Family and settings by name: layers as in small models of the family, 180 to 400 million weights in all."""
 
 _LENGTHS = (64, 512)
+_QUESTION = 20
+"""Tokens that each call of a chat adds."""
 
 
 def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
@@ -211,6 +217,34 @@ def _measured(name: str, arguments: Namespace) -> dict[str, Any]:
     }
 
 
+def _chat(name: str, arguments: Namespace) -> dict[str, Any]:
+    model = random_model(*{**SHAPES, **ATTENTIONS}[name], getattr(torch, arguments.dtype))
+    enable_self_speculative(model)
+    generator = torch.Generator(device="cpu").manual_seed(1)
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.randint(3, model.config.vocab_size, (1, count), generator=generator, device="cpu")
+
+    begin, added = tokens(arguments.document), [tokens(_QUESTION) for _ in range(arguments.turns)]
+    return {"name": name, "chat": measure_series(model, begin, added, is_chat=True)}
+
+
+def _as_page_of_chats(found: Sequence[dict[str, Any]], arguments: Namespace) -> str:
+    rows, methods = [], list(found[0]["chat"])
+    for row in found:
+        plain, cells = row["chat"]["plain"]["texts"], []
+        for one in row["chat"].values():
+            first, *others = one["seconds"]
+            same = sum(map(operator.eq, one["texts"], plain))
+            cells.append(f"{sum(one['seconds']):.1f} ({first:.1f}; {statistics.mean(others):.2f}); {same}")
+        rows.append([row["name"], *cells])
+    about = (
+        f"{versions()}; {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads. {arguments.turns} calls about "
+        f"{arguments.document} tokens: seconds (of the first; of the others on average); texts of plain `generate`."
+    )
+    return "\n".join([about, "", *as_markdown(["shape", *methods], rows)])
+
+
 def _as_page(found: Sequence[dict[str, Any]], arguments: Namespace) -> str:
     rows = []
     for row in found:
@@ -239,11 +273,13 @@ def main(words: Sequence[str] | None = None) -> None:
         "--only", nargs="+", metavar="NAME", choices=[*SHAPES, *ATTENTIONS], default=list(SHAPES), help="these shapes"
     )
     program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    program.add_counts(new_tokens=64, prompt=16, repeats=5)
+    program.add_counts(new_tokens=64, prompt=16, repeats=5, turns=6)
+    program.add_argument("--document", type=int, default=0, help="tokens of the document of a chat; 0: no chat")
     program.add_json()
     arguments = program.parsed(words)
-    found = [_measured(name, arguments) for name in arguments.only]
-    print(json.dumps(found, indent=2) if arguments.json else _as_page(found, arguments))
+    measured, as_page = (_chat, _as_page_of_chats) if arguments.document else (_measured, _as_page)
+    found = [measured(name, arguments) for name in arguments.only]
+    print(json.dumps(found, indent=2) if arguments.json else as_page(found, arguments))
 
 
 if __name__ == "__main__":

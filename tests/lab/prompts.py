@@ -40,6 +40,7 @@ __all__ = [
     "measure_batches",
     "measure_calls",
     "measure_first_tokens",
+    "measure_series",
     "questions",
     "tokens_of",
 ]
@@ -124,18 +125,32 @@ def measure_calls(model: Any, tokenizer: Any, kind: str, document: int, turns: i
     Returns:
         By method, `seconds` of each call and `texts`.
     """
-    lookup = SelfSpeculativeConfig(lookup=LookupConfig())
-    stored = SelfSpeculativeConfig(lookup=LookupConfig(store=True))
     added = [torch.tensor([question], device="cpu") for question in questions(tokenizer, turns)]
     if kind == "agent":
         outputs = tokens_of(tokenizer, document + _OUTPUT * turns)[:, document:]
         added = list(torch.split(outputs, _OUTPUT, dim=1))
+    return measure_series(model, tokens_of(tokenizer, document), added, is_chat=kind != "questions")
+
+
+def measure_series(model: Any, begin: torch.Tensor, added: Sequence[torch.Tensor], is_chat: bool) -> dict[str, Any]:
+    """Time a series of calls.
+
+    Args:
+        model: the target model, enabled.
+        begin: what all prompts begin with, `(1, n)`.
+        added: what each call adds, `(1, n)`.
+        is_chat: whether a call also begins with the texts of those before.
+
+    Returns:
+        As `measure_calls`.
+    """
+    lookup = SelfSpeculativeConfig(lookup=LookupConfig())
+    stored = SelfSpeculativeConfig(lookup=LookupConfig(store=True))
 
     def in_turn(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        begin = tokens_of(tokenizer, document)
         text, seconds, texts = begin, [], []
         for more in added:
-            asked = torch.cat((begin if kind == "questions" else text, more), dim=1)
+            asked = torch.cat((text if is_chat else begin, more), dim=1)
             began = time.perf_counter()
             text = answer(asked)
             seconds.append(time.perf_counter() - began)
@@ -149,9 +164,9 @@ def measure_calls(model: Any, tokenizer: Any, kind: str, document: int, turns: i
     def drafting(config: SelfSpeculativeConfig) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda text: generate_greedily(model, text, NEW_TOKENS, self_speculative=config)
 
-    generate_greedily(model, tokens_of(tokenizer, 64), NEW_TOKENS, self_speculative=lookup)
+    generate_greedily(model, begin[:, :64], NEW_TOKENS, self_speculative=lookup)
     found = {"plain": in_turn(lambda text: generate_greedily(model, text, NEW_TOKENS))}
-    if kind != "questions":
+    if is_chat:
         found["plain, passing its cache on"] = in_turn(passing_on())
     found["lookup"] = in_turn(drafting(lookup))
     for name, config in (("lookup, prefix_cache", lookup), ("lookup with a store, prefix_cache", stored)):

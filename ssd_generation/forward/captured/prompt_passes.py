@@ -14,6 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ...cache.buffered_layers import append_written, copy_row
+from ...cache.prefix_cache import Start
 from ...native.cache_table import TextPlace
 from .batch_invariance import NATIVE, PROMPT_WIDTHS, BatchInvariance
 from .passes import captured_target
@@ -25,23 +26,28 @@ __all__ = ["PromptPasses", "RowPrefixes", "prompt_passes"]
 
 
 class RowPrefixes(Protocol):
-    """Keys and values of earlier texts, for the rows of a batch; each layer's are `(1, heads, tokens, size)`."""
+    """Keys and values of earlier texts, for prompts; each layer's are `(1, heads, tokens, size)`.
 
-    def take(self, tokens: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    Attributes:
+        filled: number of tokens that the cache of a call with a single text began with.
+    """
+
+    filled: int
+
+    def take(self, tokens: torch.Tensor) -> Start:
         """Return those of the first of these tokens, as far as they are stored."""
+
+    def note_states(self, cache: Cache, count: int, of: int) -> None:
+        """Note the recurrent states after `count` of the `of` tokens of a prompt, for `add`."""
 
     def add(self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Store those of tokens that were read."""
 
-    def take_ending(
-        self, tokens: torch.Tensor, count: int
-    ) -> tuple[Sequence[tuple[torch.Tensor, torch.Tensor]], torch.Tensor] | None:
+    def take_ending(self, tokens: torch.Tensor, count: int) -> tuple[Start, torch.Tensor] | None:
         """Return those of the last `count` of a prompt's tokens, and its logits, if the same prompt was read before."""
 
-    def add_ending(
-        self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]], logits: torch.Tensor
-    ) -> None:
-        """Store those of the last tokens of a prompt, and the logits `(1, 1, V)` after it."""
+    def add_ending(self, tokens: torch.Tensor, cache: Cache, count: int, logits: torch.Tensor) -> None:
+        """Store those of the last `count` tokens of a prompt that was read, and the logits `(1, 1, V)` after it."""
 
 
 class PromptPasses:
@@ -114,10 +120,14 @@ class PromptPasses:
             tokens = ids[row : row + 1, start:-1]
             same = known.setdefault((start, *tokens[0].tolist()), row)
             if same != row:
-                copy_row(cache, same, row, slice(start, count - 1))
+                copy_row(cache, same, row, slice(0, count - 1))
                 continue
+            for layer in layers:
+                for buffer in (layer.key_buffer, layer.value_buffer):
+                    buffer[row, :, :start] = 0  # masked numbers count in the model's own code if they are not finite
             reused = 0
-            for layer, states in zip(layers, () if prefixes is None else prefixes.take(tokens[0]), strict=False):
+            begun = () if prefixes is None else prefixes.take(tokens[0]).states
+            for layer, states in zip(layers, begun, strict=False):
                 reused = states[0].shape[2]
                 for buffer, state in zip((layer.key_buffer, layer.value_buffer), states, strict=True):
                     buffer[row, :, start : start + reused] = state[0]

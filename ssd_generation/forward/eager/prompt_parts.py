@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ...cache.buffered_layers import BufferedLayer, add_buffers, append_written, copy_row
+from ...cache.buffered_layers import BufferedLayer, BufferedStatesLayer, add_buffers, append_written, copy_row
+from ...cache.own_lists import new_cache
 from ...cache.prefix_cache import whole_text
-from ...cache.recurrent import slots_of
+from ...cache.recurrent import LayerStates, give_states, is_known, keeps_states, named_states, slots_of
 from ...support.versions import CACHE, cache_argument
 from ..captured.prompt_passes import RowPrefixes
 from .prompt_mode import prompt_mode
@@ -19,7 +21,7 @@ from .prompt_mode import prompt_mode
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["read_in_parts", "read_rows_in_parts"]
+__all__ = ["read_in_parts", "read_prompt_in_parts", "read_rows_in_parts"]
 
 
 def read_in_parts(
@@ -28,7 +30,8 @@ def read_in_parts(
     ids: torch.Tensor,
     positions: torch.Tensor,
     part: int,
-    prefixes: RowPrefixes | None = None,
+    begun: int = 0,
+    after_part: Callable[[Cache, int], None] | None = None,
 ) -> CausalLMOutputWithPast:
     """Read what the cache does not hold of a single text, in parts that begin at multiples of their length.
 
@@ -36,29 +39,24 @@ def read_in_parts(
 
     Args:
         model: the target model.
-        cache: cache of the first tokens, whose number is a multiple of `part`; the others are appended to it.
+        cache: cache of the first tokens; the others are appended to it. Bits are those of other calls if their number
+            is a multiple of `part`.
         ids (`torch.LongTensor` of shape `(1, n)`): all tokens of the text.
         positions (`torch.LongTensor` of shape `(1, n)`): their positions.
         part: tokens of a part; the last one may have fewer.
-        prefixes: endings of prompts; this one's is stored there.
+        begun: number of tokens in the cache.
+        after_part: callback after each part, with the cache and the number of tokens in it.
 
     Returns:
         The outputs for the last token: logits `(1, 1, V)`, and the cache.
     """
-    name, count = cache_argument(model), ids.shape[1]
-    whole = (count - 1) // part * part
-    if prefixes is not None and slots_of(cache) == whole:
-        known = prefixes.take_ending(ids[0], count - whole)
-        if known is not None:
-            for layer, ending in zip(cache.layers, known[0], strict=True):
-                layer.update(*ending)
-            return CausalLMOutputWithPast(logits=known[1], **{CACHE: cache})
+    name, at, count = cache_argument(model), begun, ids.shape[1]
     fewer: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     logits = torch.empty(0, device=ids.device)
     # Kernels are chosen by the length of a part, not by how much is left.
     with prompt_mode(model, part):
-        for at in range(slots_of(cache), count, part):
-            end = min(at + part, count)
+        while at < count:
+            end = min(at - at % part + part, count)
             logits = model(
                 input_ids=ids[:, at:end],
                 attention_mask=torch.ones((1, end), dtype=torch.long, device=ids.device),
@@ -67,10 +65,40 @@ def read_in_parts(
                 **{name: cache},
                 **fewer,
             ).logits[:, -1:]
-    states = None if prefixes is None else whole_text(cache, count)
-    if prefixes is not None and states is not None:
-        prefixes.add_ending(ids[0], [(keys[:, :, whole:], values[:, :, whole:]) for keys, values in states], logits)
+            at = end
+            if after_part is not None:
+                after_part(cache, at)
     return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+
+
+def read_prompt_in_parts(
+    model: PreTrainedModel,
+    cache: Cache,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    part: int,
+    prefixes: RowPrefixes | None = None,
+) -> CausalLMOutputWithPast:
+    """Read what the cache does not hold of a prompt, or take its ending from an earlier call with the same prompt.
+
+    Args:
+        model, cache, ids, positions, part: as in `read_in_parts`.
+        prefixes: what the cache was filled from; the ending of this prompt, and recurrent states, are stored there.
+
+    Returns:
+        As `read_in_parts`.
+    """
+    count = ids.shape[1]
+    if prefixes is None:
+        return read_in_parts(model, cache, ids, positions, part, slots_of(cache))
+    whole, begun = (count - 1) // part * part, slots_of(cache, otherwise=prefixes.filled)
+    if begun == whole and (known := prefixes.take_ending(ids[0], count - whole)) is not None:
+        known[0].fill(cache)
+        return CausalLMOutputWithPast(logits=known[1], **{CACHE: cache})
+    answer = read_in_parts(model, cache, ids, positions, part, begun, partial(prefixes.note_states, of=count))
+    assert answer.logits is not None
+    prefixes.add_ending(ids[0], cache, count - whole, answer.logits)
+    return answer
 
 
 def read_rows_in_parts(
@@ -82,7 +110,7 @@ def read_rows_in_parts(
     part: int,
     prefixes: RowPrefixes | None = None,
 ) -> CausalLMOutputWithPast | None:
-    """Read the prompts of a batch, each by itself as `read_in_parts` does, and equal ones once.
+    """Read the prompts of a batch, each by itself as `read_prompt_in_parts` does, and equal ones once.
 
     Args:
         model: the target model.
@@ -99,36 +127,51 @@ def read_rows_in_parts(
         of the cache do not hold the whole text: it is still empty then.
     """
     layers: list[Any] = cache.layers
-    (batch, count), config = ids.shape, model.config.get_text_config(decoder=True)
-    if not layers or any(type(layer) is not BufferedLayer for layer in layers) or max(starts) >= count:
+    batch, count = ids.shape
+    if not layers or not all(map(_holds_all, layers)) or max(starts) >= count:
         return None
     logits: list[torch.Tensor] = []
+    recurrent: list[list[LayerStates]] = []
     known: dict[tuple[int, ...], int] = {}
     for row, start in enumerate(starts):
         tokens = ids[row, start:]
         same = known.setdefault((start, *tokens.tolist()), row)
         if same != row:
             logits.append(logits[same])
-            copy_row(cache, same, row, slice(start, count))
+            recurrent.append(recurrent[same])
+            copy_row(cache, same, row, slice(0, count))
             continue
-        own: Any = DynamicCache(config=config)
+        own: Any = new_cache(model)
         add_buffers(own)
-        for layer, states in zip(own.layers, () if prefixes is None else prefixes.take(tokens[:-1]), strict=False):
-            layer.update(*states)
-        logits.append(read_in_parts(model, own, tokens[None], positions[row : row + 1, start:], part, prefixes).logits)
+        if prefixes is not None:
+            begun = prefixes.take(tokens[:-1])
+            begun.fill(own)
+            prefixes.filled = begun.count
+        of_row = positions[row : row + 1, start:]
+        logits.append(read_prompt_in_parts(model, own, tokens[None], of_row, part, prefixes).logits)
+        recurrent.append(list(map(named_states, own.layers)))
         for layer, read in zip(layers, own.layers, strict=True):
+            if not isinstance(layer, BufferedLayer):
+                continue
+            states = (read.keys, read.values)
             if not layer.is_initialized:
-                layer.lazy_initialization(*(x.new_empty((batch, x.shape[1], 0, x.shape[3])) for x in _states(read)))
+                layer.lazy_initialization(*(x.new_empty((batch, x.shape[1], 0, x.shape[3])) for x in states))
                 layer.reserve(count)
-            for buffer, state in zip((layer.key_buffer, layer.value_buffer), _states(read), strict=True):
+            for buffer, state in zip((layer.key_buffer, layer.value_buffer), states, strict=True):
+                assert buffer is not None
+                buffer[row, :, :start] = 0  # masked numbers count, too, if they are not finite
                 buffer[row, :, start:count] = state[0]
         whole = len(tokens) - len(tokens) % part
-        if prefixes is not None and whole:
-            stored = [tuple(state[:, :, :whole] for state in _states(read)) for read in own.layers]
-            prefixes.add(tokens[:whole], stored)  # type: ignore[arg-type]
+        if prefixes is not None and whole and (stored := whole_text(own, whole)) is not None:
+            prefixes.add(tokens[:whole], stored)
     append_written(cache, count)
+    for layer, *of_rows in zip(layers, *recurrent, strict=True):
+        give_states(layer, {name: torch.cat([states[name] for states in of_rows]) for name in of_rows[0]})
     return CausalLMOutputWithPast(logits=torch.cat(logits), **{CACHE: cache})
 
 
-def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return layer.keys, layer.values
+def _holds_all(layer: Any) -> bool:
+    """Tell whether a layer of a cache holds all keys and values of a text, or states that can be put there."""
+    if isinstance(layer, CacheLayerMixin):
+        return type(layer) in (BufferedLayer, BufferedStatesLayer)
+    return keeps_states(layer) and is_known(layer)
