@@ -239,8 +239,8 @@ def _as_page_of_chats(found: Sequence[dict[str, Any]], arguments: Namespace) -> 
             cells.append(f"{sum(one['seconds']):.1f} ({first:.1f}; {statistics.mean(others):.2f}); {same}")
         rows.append([row["name"], *cells])
     about = (
-        f"{versions()}; {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads. {arguments.turns} calls about "
-        f"{arguments.document} tokens: seconds (of the first; of the others on average); texts of plain `generate`."
+        f"{versions()}; {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads. {arguments.turns} calls "
+        f"about {arguments.document} tokens: seconds (of the first; of the others on average); plain `generate`'s texts."
     )
     return "\n".join([about, "", *as_markdown(["shape", *methods], rows)])
 
