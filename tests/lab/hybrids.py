@@ -240,7 +240,7 @@ def _as_page_of_chats(found: Sequence[dict[str, Any]], arguments: Namespace) -> 
         rows.append([row["name"], *cells])
     about = (
         f"{versions()}; {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads. {arguments.turns} calls "
-        f"about {arguments.document} tokens: seconds (of the first; of the others on average); plain `generate`'s texts."
+        f"about {arguments.document} tokens: seconds (of the first; of the others on average); texts of plain."
     )
     return "\n".join([about, "", *as_markdown(["shape", *methods], rows)])
 
