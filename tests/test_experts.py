@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from lab import experts as program
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward.captured import expert_layers
 from ssd_generation.forward.captured.batch_invariance import NATIVE, TEXT_WIDTHS, BatchInvariance, uneven
 from ssd_generation.forward.captured.capture import CannotCapture, capture_pass
 from ssd_generation.forward.captured.expert_layers import (
@@ -471,3 +474,83 @@ def test_writes_that_others_see_stay(change: Any, monkeypatch: pytest.MonkeyPatc
     captured = captured_of(change, monkeypatch)
     without_writes(captured)
     assert len(nodes(captured, "mul_")) == 1
+
+
+def layer_of_all(dtype: torch.dtype = torch.float32, experts: int = 5) -> Any:
+    """Return Llama 4's layer of experts, which computes all of them for every token."""
+    config = tf.Llama4TextConfig(hidden_size=48, intermediate_size=40, num_local_experts=experts)
+    layer = Llama4TextExperts(config)
+    torch.manual_seed(1)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return layer.to(dtype)
+
+
+def chosen_rows(tokens: int, experts: int, slots: int) -> torch.Tensor:
+    """Return the inputs of all experts for all tokens `(E · n, H)`: zeros where a token has not chosen an expert."""
+    torch.manual_seed(tokens)
+    x = torch.randn(experts, tokens, 48)
+    chosen = torch.rand(experts, tokens).argsort(0) < slots
+    return (x * chosen[..., None]).flatten(0, 1)
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("tokens", "experts", "slots"), [(1, 5, 1), (7, 5, 1), (4, 3, 2), (3, 1, 1), (2, 5, 0)])
+def test_of_all_experts_the_chosen_ones_are_computed(tokens: int, experts: int, slots: int, dtype: torch.dtype) -> None:
+    layer = layer_of_all(dtype, experts)
+    forward = few_rows.forward_of_all_experts(layer, lambda chosen: True)
+    assert forward is not None
+    x = chosen_rows(tokens, experts, slots).to(dtype)
+    with torch.no_grad():
+        found, expected = forward(x), layer(x)
+    assert found.dtype == dtype and found.shape == expected.shape
+    atol = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(found, expected, atol=atol, rtol=10 * atol)
+    assert not found[~x.any(dim=1)].any()
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+def test_of_all_experts_others_are_not_read() -> None:
+    layer, x = layer_of_all(), chosen_rows(3, 5, 1)
+    with torch.no_grad():
+        expected = layer(x)
+        unused = [expert for expert in range(5) if not x.view(5, 3, 48)[expert].any()]
+        assert unused
+        layer.gate_up_proj[unused] = float("nan")
+        forward = few_rows.forward_of_all_experts(layer, lambda chosen: len(chosen) == 3)
+        assert forward is not None
+        torch.testing.assert_close(forward(x), expected, atol=1e-6, rtol=1e-5)
+        # More tokens than fit, and weights that have moved, are the model's own code's.
+        assert torch.isnan(forward(torch.cat((x.view(5, 3, 48), x.view(5, 3, 48)), dim=1).flatten(0, 1))).any()
+        layer.down_proj = torch.nn.Parameter(layer.down_proj.clone())
+        assert torch.isnan(forward(x)).any()
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+def test_a_model_that_computes_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    made = expert_layers.native_experts_of_all
+
+    def counting(module: Any) -> Any:
+        kernel = made(module)
+        call = type(kernel).__call__
+
+        class Counting(type(kernel)):  # type: ignore[misc]
+            def __call__(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+                rows.append(len(x))
+                return call(self, x, *others)  # type: ignore[no-any-return]
+
+        kernel.__class__ = Counting
+        return kernel
+
+    monkeypatch.setattr(few_rows, "native_experts_of_all", counting)
+    monkeypatch.setattr(few_rows, "_SMALL", 0)
+    model: Any = enable_self_speculative(tiny_model("llama4"))
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    drafting = DraftingConfig(policy="fixed", max_draft_length=3)
+    found = model.generate(
+        prompt(12), **options, self_speculative=SelfSpeculativeConfig(lookup=True, drafting=drafting)
+    )
+    assert torch.equal(found, model.generate(prompt(12), **options))
+    assert rows and 12 in rows and 1 in rows  # the prompt's tokens, and single ones: not four times as many

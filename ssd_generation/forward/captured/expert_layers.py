@@ -2,7 +2,8 @@
 
 Where transformers computes experts through its interface for them, all of them have one form: matrices of all experts
 in one tensor, and a gate between the two products. Experts that a model computes itself are captured operation by
-operation, or not at all.
+operation, or not at all. Llama 4's code computes all of them for every token, from zeros where a token has not chosen
+an expert.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from ...native.ops.experts import ExpertWeights, NativeExperts
 from ...native.ops.kernels import NAMES
 from ...support.structure import modules_of
 
-__all__ = ["experts_of", "is_experts", "native_experts", "run_experts", "shape_of_gate"]
+__all__ = [
+    "computes_all_experts",
+    "experts_of",
+    "is_experts",
+    "native_experts",
+    "native_experts_of_all",
+    "run_experts",
+    "shape_of_gate",
+]
 
 _DEFAULT_GATE: Any = moe._default_apply_gate
 """silu(gate) · up of the two halves, where the activation is SiLU."""
@@ -36,6 +45,11 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 def is_experts(module: nn.Module) -> bool:
     """Tell whether a module is a layer of experts that runs through transformers' interface for them."""
     return hasattr(type(module), "_apply_gate") and all(hasattr(module, name) for name in _FORM)
+
+
+def computes_all_experts(module: nn.Module) -> bool:
+    """Tell whether a module is a layer of experts that computes all of them for every token (Llama 4)."""
+    return type(module).__name__ == "Llama4TextExperts" and type(module).__module__.startswith("transformers.")
 
 
 def run_experts(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -81,6 +95,18 @@ def native_experts(
     return NativeExperts(up, down, gate, by_input=bool(layer.is_transposed), activation=activation, sums=sums)
 
 
+def native_experts_of_all(module: Any) -> NativeExperts | None:
+    """Build the experts of a layer that computes all of them, for the chosen ones; `None` where there are no kernels.
+
+    Args:
+        module: the layer (`computes_all_experts`).
+    """
+    up, down = ExpertWeights(module.gate_up_proj), ExpertWeights(module.down_proj)
+    if why_not() is not None or not (up.have_kernels() and down.have_kernels() and _is_silu(module.act_fn)):
+        return None
+    return NativeExperts(up, down, by_input=True)
+
+
 def shape_of_gate(module: nn.Module, pairs: int) -> tuple[int, int] | None:
     """Return the shape of what torch computes between the two products; `None` where a kernel computes it.
 
@@ -99,6 +125,10 @@ def _gate_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     if not layer.has_gate:
         return layer.act_fn  # type: ignore[no-any-return]
     is_default = type(layer)._apply_gate is _DEFAULT_GATE and "_apply_gate" not in vars(layer)
-    if is_default and type(layer.act_fn).__name__ in ("SiLU", "SiLUActivation"):
+    if is_default and _is_silu(layer.act_fn):
         return None
     return layer._apply_gate  # type: ignore[no-any-return]
+
+
+def _is_silu(function: Any) -> bool:
+    return type(function).__name__ in ("SiLU", "SiLUActivation")

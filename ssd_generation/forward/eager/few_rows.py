@@ -22,14 +22,14 @@ from ...support.model_state import Part, state_of
 from ...support.once import looking_once
 from ...support.structure import modules_of
 from ...support.tensors import place_of
-from ..captured.expert_layers import is_experts, native_experts
+from ..captured.expert_layers import computes_all_experts, is_experts, native_experts, native_experts_of_all
 from ..structure.linears import has_foreign, is_plain_linear
 from ..structure.skip_mode import SkipMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MOST_ROWS", "FewRowsPart", "few_rows", "forward_of_experts"]
+__all__ = ["MOST_ROWS", "FewRowsPart", "few_rows", "forward_of_all_experts", "forward_of_experts"]
 
 MOST_ROWS = 64
 _MOST_HALF = 32
@@ -93,7 +93,7 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
     for module in modules:
         if (
             "forward" not in module.__dict__
-            and ((isinstance(module, nn.Linear) and is_plain_linear(module)) or is_experts(module))
+            and (is_plain_linear(module) if isinstance(module, nn.Linear) else _has_experts(module))
             and any(tensor is not None and tensor.numel() >= _SMALL for tensor in module._parameters.values())
         ):
             _, place = _held(module)
@@ -175,6 +175,45 @@ def forward_of_experts(module: Any, fits: Callable[[torch.Tensor], bool]) -> Cal
     return forward
 
 
+def forward_of_all_experts(module: Any, fits: Callable[[torch.Tensor], bool]) -> Callable[..., Any] | None:
+    """Return a replacement of the `forward` of a layer that computes all experts for every token; `None`: no kernels.
+
+    An expert makes zeros of zeros, which is what such a layer gives it for a token that has not chosen it. So the
+    kernels compute the other rows alone.
+
+    Args:
+        module: the layer (`computes_all_experts`).
+        fits: as in `forward_of_experts`, with one chosen expert for each row that is computed.
+    """
+    kernel = native_experts_of_all(module)
+    if kernel is None:
+        return None
+    _, place = _held(module)
+    kernel.let_go()
+    dtype, experts = kernel.activation, module.num_experts
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.ndim == 2 and hidden_states.dtype is dtype and len(hidden_states) % experts == 0:
+            rows = hidden_states.any(dim=1).nonzero()[:, 0]
+            chosen = (rows // max(1, len(hidden_states) // experts))[:, None]
+            if fits(chosen):
+                held, its_place = _held(module)
+                if its_place == place:
+                    output = torch.zeros_like(hidden_states)
+                    ones = torch.ones(chosen.shape, dtype=dtype, device=chosen.device)
+                    output[rows] = kernel(hidden_states[rows], chosen, ones)
+                    del held  # not before
+                    return output
+        return type(module).forward(module, hidden_states)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return is_experts(module) or computes_all_experts(module)
+
+
 def _few_experts(module: Any) -> Callable[..., Any] | None:
     most = MOST_ROWS if next(module.parameters()).dtype is torch.float32 else _MOST_HALF
-    return forward_of_experts(module, lambda chosen: len(chosen) <= most)
+    replaced = forward_of_all_experts if computes_all_experts(module) else forward_of_experts
+    return replaced(module, lambda chosen: len(chosen) <= most)
