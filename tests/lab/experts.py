@@ -4,7 +4,7 @@
                                                 [--json]
 
 A layer's time is compared with the bytes of the chosen experts over the speed at which a large dense layer is read, and
-with transformers' own (`grouped_mm`, its default). Which experts a token takes is random, as are weights: drafts would
+with transformers' own (`grouped_mm`, its default); not where the model's own code computes them (Llama 4). Which experts a token takes is random, as are weights: drafts would
 not be accepted, and whole calls show what the rest gains.
 """
 
@@ -102,6 +102,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 32,
         },
     ),
+    "Llama 4 Scout": (
+        "llama4_text",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16_384,
+            "num_hidden_layers": 1,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
 }
 """Family and settings by name; some layers of each model, as many as fit into 8 GB."""
 
@@ -153,9 +167,12 @@ def measure_layers(model: Any, repeats: int) -> list[dict[str, Any]]:
         repeats: timed runs.
 
     Returns:
-        For each number of tokens: seconds of a layer by kernels and by transformers, and bytes of the experts read.
+        For each number of tokens: seconds of a layer by kernels and by transformers, and bytes of the experts read;
+        nothing where experts do not run through transformers' interface.
     """
     layers: list[Any] = experts_of(model)
+    if not layers:
+        return []
     kernels = [native_experts(layer) for layer in layers]
     first, slots = layers[0], int(model.config.num_experts_per_tok)
     dtype = first.down_proj.dtype
