@@ -4,8 +4,8 @@
                                                 [--json]
 
 A layer's time is compared with the bytes of the chosen experts over the speed at which a large dense layer is read, and
-with transformers' own (`grouped_mm`, its default); not where the model's own code computes them (Llama 4). Which experts a token takes is random, as are weights: drafts would
-not be accepted, and whole calls show what the rest gains.
+with transformers' own (`grouped_mm`, its default); not where the model's own code computes them (Llama 4). Which
+experts a token takes is random, as are weights: drafts would not be accepted, and whole calls show what the rest gains.
 """
 
 from __future__ import annotations
