@@ -497,6 +497,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="prompts of each call; default: 1")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
+    if min(arguments.rows, arguments.new_tokens) < 1:
+        parser.error("--rows and --new-tokens take 1 and more")
     model, tokenizer = _loaded(arguments)
     clock = Clock(arguments.seconds)
     if arguments.fused is not None:
