@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..cache.prefix_cache import PrefixCache, Recurrent, Start, States, whole_text
-from ..cache.recurrent import has_begun, has_states, is_known, keeps_states, knows_its_length, named_states, slots_of
+from ..cache.recurrent import has_begun, is_known, keeps_states, knows_its_length, named_states, slots_of
 from ..decoding.prompt import starts_of_prompts
 from ..decoding.rotary import RotarySwitch
 from ..forward.captured.conditions import why_not_on
@@ -172,7 +172,7 @@ class Prefix:
     ) -> None:
         self.reused = self.filled = 0
         self._noted: dict[int, Recurrent] = {}  # recurrent states of the text that is read, by number of tokens
-        self._has_states = has_states(forward.model)
+        self._has_states = isinstance(cache, Cache) and any(map(keeps_states, cache.layers))
         self._is_checked = False  # whether the digest of the weights was compared
         self._endings: list[tuple[torch.Tensor, Start]] = []  # to be stored after the text
         self._forward, self._cache, self._ids = forward, cache, input_ids
