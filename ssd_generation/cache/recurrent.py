@@ -164,7 +164,8 @@ def give_states(layer: Any, states: LayerStates) -> None:
 
 def has_begun(cache: Cache) -> bool:
     """Tell whether a cache holds anything of a text."""
-    return slots_of(cache) > 0 or any(keeps_states(x) and any(x.has_previous_state.values()) for x in cache.layers)
+    with_states = (layer for layer in cache.layers if keeps_states(layer) and is_known(layer))
+    return slots_of(cache) > 0 or any(any(layer.has_previous_state.values()) for layer in with_states)
 
 
 def _hold(layer: Any, states: Sequence[torch.Tensor]) -> None:
