@@ -23,7 +23,7 @@ from ssd_generation import (
 from ssd_generation.cache.prefix_cache import PrefixCache, Recurrent
 from ssd_generation.generation.prefixes import PrefixPart
 from ssd_generation.support.model_state import state_of
-from ssd_generation.support.versions import cache_argument
+from ssd_generation.support.versions import CACHE, cache_argument
 from ssd_generation.tuning import prompt_kernels
 from ssd_generation.tuning.prompt_kernels import part_of_prompts
 from test_recurrent import FAMILIES, made
@@ -230,8 +230,7 @@ def test_what_is_neither_read_nor_left() -> None:
     model, other = model_of("mamba2"), model_of("mamba2")
     first = generate(other, ids, None, return_dict_in_generate=True)
     more = prompt(40, seed=5)
-    name = cache_argument(model)
-    cache = {name: first[name]}
+    cache = {cache_argument(model): first[CACHE]}
     generate(model, more)
     before = kept_by(model).bytes
     for _ in range(2):
