@@ -32,7 +32,7 @@ Recurrent = list[LayerStates]
 
 @dataclass(frozen=True)
 class Start:
-    """What is stored of the beginning of a text.
+    """Stored beginning of a text.
 
     Attributes:
         count: number of its tokens.
@@ -56,7 +56,7 @@ class Start:
 
 
 class StoredRun(NamedTuple):
-    """Run of tokens as a list of all runs gives it.
+    """Run of tokens, as `PrefixCache.runs` returns it.
 
     Attributes:
         key: everything that its keys and values depend on, except tokens.

@@ -150,7 +150,7 @@ def named_states(layer: Any) -> LayerStates:
 
 
 def give_states(layer: Any, states: LayerStates) -> None:
-    """Put copies of states into a layer that has none, as a pass over their text would have left it.
+    """Put copies of states into a layer, in place of its own, as a pass over their text would have left it.
 
     Args:
         layer: layer of states (`keeps_states`).
