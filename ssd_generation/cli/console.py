@@ -193,8 +193,11 @@ def measuring() -> Iterator[None]:
     """Show the library's own bars (transformers' tqdm, on stderr) while it measures costs; in a log file, a line."""
     from transformers.utils import logging as transformers_logging
 
+    from ..support.progress import with_bars
+
     if debugging():
-        yield
+        with with_bars():
+            yield
         return
     if not err().is_terminal:
         with said_after_a_while("Measuring what drafting costs here, once per model and machine."):
@@ -202,7 +205,8 @@ def measuring() -> Iterator[None]:
         return
     transformers_logging.enable_progress_bar()
     try:
-        yield
+        with with_bars():
+            yield
     finally:
         transformers_logging.disable_progress_bar()
 
