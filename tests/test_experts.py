@@ -21,7 +21,7 @@ from ssd_generation.forward.captured.batch_invariance import NATIVE, TEXT_WIDTHS
 from ssd_generation.forward.captured.capture import CannotCapture, capture_pass
 from ssd_generation.forward.captured.expert_layers import (
     experts_of,
-    is_experts,
+    has_experts,
     native_experts,
     run_experts,
     shape_of_gate,
@@ -420,7 +420,7 @@ def test_layers_are_timed() -> None:
 def test_shapes_are_those_of_models(name: str) -> None:
     with torch.device("meta"):
         model = program.random_model(name, torch.bfloat16)
-    layers = [module for module in model.modules() if is_experts(module) or expert_layers.computes_all_experts(module)]
+    layers = [module for module in model.modules() if has_experts(module)]
     assert len(layers) == model.config.num_hidden_layers
     assert sum(parameter.nbytes for parameter in model.parameters()) < 9e9
 
@@ -495,7 +495,7 @@ def chosen_rows(tokens: int, experts: int, slots: int) -> torch.Tensor:
     return (x * chosen[..., None]).flatten(0, 1)
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.skipif(why_not() is not None, reason="kernels cannot be compiled")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "slots"), [(1, 5, 1), (7, 5, 1), (4, 3, 2), (3, 1, 1), (2, 5, 0)])
 def test_of_all_experts_the_chosen_ones_are_computed(tokens: int, experts: int, slots: int, dtype: torch.dtype) -> None:
@@ -511,7 +511,7 @@ def test_of_all_experts_the_chosen_ones_are_computed(tokens: int, experts: int, 
     assert not found[~x.any(dim=1)].any()
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.skipif(why_not() is not None, reason="kernels cannot be compiled")
 def test_of_all_experts_others_are_not_read() -> None:
     layer, x = layer_of_all(), chosen_rows(3, 5, 1)
     with torch.no_grad():
@@ -528,7 +528,7 @@ def test_of_all_experts_others_are_not_read() -> None:
         assert torch.isnan(forward(x)).any()
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.skipif(why_not() is not None, reason="kernels cannot be compiled")
 def test_a_model_that_computes_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     made = expert_layers.native_experts_of_all

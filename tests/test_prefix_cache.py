@@ -382,20 +382,23 @@ def test_a_window_is_kept_as_far_as_it_reaches() -> None:
     assert counts[:3] == [0, 61, 76]
 
 
+class Breaks:
+    """A streamer that is interrupted after a few tokens."""
+
+    count = 0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.count += 1
+        if self.count > 4:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
 def test_a_call_that_is_broken_off_leaves_it_right() -> None:
     model = model_of()
     generate(model, prompt(60))
-
-    class Breaks:
-        count = 0
-
-        def put(self, tokens: torch.Tensor) -> None:
-            self.count += 1
-            if self.count > 4:
-                raise KeyboardInterrupt
-
-        def end(self) -> None:
-            pass
 
     ids = torch.cat((prompt(60), prompt(9)), dim=1)
     with pytest.raises(KeyboardInterrupt):

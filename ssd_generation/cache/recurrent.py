@@ -29,9 +29,11 @@ __all__ = [
     "NoRoomForStates",
     "PassState",
     "PassStates",
+    "copied_states",
     "crop_attention",
     "fork_states",
     "give_states",
+    "has_all_states",
     "has_begun",
     "has_no_keys",
     "has_states",
@@ -149,6 +151,11 @@ def named_states(layer: Any) -> LayerStates:
     return {f"{kind}.{index}": state for kind, by in held for index, state in by.items() if state is not None}
 
 
+def copied_states(cache: Cache) -> list[LayerStates]:
+    """Return copies of the states of a cache by layer; layers without have none."""
+    return [{name: state.clone() for name, state in named_states(layer).items()} for layer in cache.layers]
+
+
 def give_states(layer: Any, states: LayerStates) -> None:
     """Put copies of states into a layer, in place of its own, as a pass over their text would have left it.
 
@@ -166,6 +173,12 @@ def has_begun(cache: Cache) -> bool:
     """Tell whether a cache holds anything of a text."""
     with_states = (layer for layer in cache.layers if keeps_states(layer) and is_known(layer))
     return slots_of(cache) > 0 or any(any(layer.has_previous_state.values()) for layer in with_states)
+
+
+def has_all_states(cache: Cache) -> bool:
+    """Tell whether the layers of a cache hold states, all of them those of a text that has begun."""
+    states = [layer for layer in cache.layers if keeps_states(layer)]
+    return bool(states) and all(is_known(layer) and all(layer.has_previous_state.values()) for layer in states)
 
 
 def _hold(layer: Any, states: Sequence[torch.Tensor]) -> None:

@@ -12,7 +12,15 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..cache.prefix_cache import PrefixCache, Recurrent, Start, States, whole_text
-from ..cache.recurrent import has_begun, is_known, keeps_states, knows_its_length, named_states, slots_of
+from ..cache.recurrent import (
+    copied_states,
+    has_all_states,
+    has_begun,
+    keeps_states,
+    knows_its_length,
+    slots_of,
+    states_in,
+)
 from ..decoding.prompt import starts_of_prompts
 from ..decoding.rotary import RotarySwitch
 from ..forward.captured.conditions import why_not_on
@@ -262,16 +270,15 @@ class Prefix:
             of: number of tokens of the prompt.
         """
         part, prefixes = self._forward.plan.prompt_part, self._prefixes
-        if prefixes is None or part is None or not _has_all_states(cache):
+        if prefixes is None or part is None or not has_all_states(cache):
             return
         is_last = count == of
         if count % part and not (is_last and not self._needs_bits):
             return
-        states = [named_states(layer) for layer in cache.layers]
-        each = sum(state.nbytes for layer in states for state in layer.values())
+        each = sum(state.nbytes for layer in cache.layers for state in states_in(layer))
         every = math.ceil(of // part * each / max(1, _SHARE_OF_STATES * prefixes.most_bytes))
         if is_last or of - count < part or count // part % max(1, every) == 0:
-            self._noted[count] = [{name: state.clone() for name, state in layer.items()} for layer in states]
+            self._noted[count] = copied_states(cache)
 
     def take_ending(self, tokens: torch.Tensor, count: int) -> tuple[Start, torch.Tensor] | None:
         """Return copies of the keys and values of a prompt's last tokens, and its logits, if it was read before.
@@ -310,12 +317,11 @@ class Prefix:
         whole = whole_text(cache, len(tokens))
         if self._prefixes is None or whole is None or len(tokens) < FEWEST:
             return
-        if self._has_states and not _has_all_states(cache):
+        if self._has_states and not has_all_states(cache):
             return
         layers: States = [tuple(x[:, :, -count:].flatten(2)[:, :, None].clone() for x in pair) for pair in whole]  # type: ignore[misc]
         layers.append((logits[:, :, None].clone(), logits[:, :, None, :0].clone()))
-        states = [{name: state.clone() for name, state in named_states(layer).items()} for layer in cache.layers]
-        self._endings.append((tokens.cpu(), Start(1, layers, states if self._has_states else [])))
+        self._endings.append((tokens.cpu(), Start(1, layers, copied_states(cache) if self._has_states else [])))
 
     def _ending_key(self, tokens: torch.Tensor) -> Hashable:
         """Return the key of a prompt's ending, which is stored as if it were a text of one token."""
@@ -381,7 +387,7 @@ class Prefix:
         count = min(slots_of(self._cache, otherwise=most), most)
         if context is not None and context.checkpoint is not None and not self._needs_bits:
             at, states_at = context.checkpoint.latest(self._cache, context.length)
-            if at <= count and _has_all_states(self._cache):
+            if at <= count and has_all_states(self._cache):
                 self._noted[at] = states_at
         if self._needs_bits:
             in_parts = forward.plan.prompt_part is not None
@@ -392,12 +398,6 @@ class Prefix:
         states = whole_text(self._cache, count)
         if states is not None:
             self.add(sequences[0, :count], states)
-
-
-def _has_all_states(cache: Cache) -> bool:
-    """Tell whether the layers of a cache hold states, all of them those of a text."""
-    states = [layer for layer in cache.layers if keeps_states(layer)]
-    return bool(states) and all(is_known(layer) and all(layer.has_previous_state.values()) for layer in states)
 
 
 @looked_at_once

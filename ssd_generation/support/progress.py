@@ -41,7 +41,7 @@ def progress_bar(total: int, desc: str, shows: bool = True, bar_format: str = _P
 
 
 def with_bars() -> AbstractContextManager[None]:
-    """Show bars meanwhile, whatever transformers' verbosity is: a program is being run that waits for the work."""
+    """Show bars meanwhile, regardless of transformers' verbosity: a program is being run that waits for the work."""
     return holding(_SHOWS, True)
 
 

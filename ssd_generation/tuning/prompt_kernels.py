@@ -24,8 +24,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache.buffered_layers import add_buffers
 from ..cache.own_lists import new_cache
-from ..cache.prefix_cache import Recurrent, Start, whole_text
-from ..cache.recurrent import has_states, named_states
+from ..cache.prefix_cache import Recurrent, Start, States, whole_text
+from ..cache.recurrent import copied_states, has_states
 from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
 from ..forward.captured.expert_layers import experts_of, native_experts, run_experts
 from ..forward.captured.prompt_passes import prompt_passes
@@ -272,11 +272,10 @@ def _parts_keep_bits(model: PreTrainedModel) -> bool:
     recurrent: dict[int, Recurrent] = {}  # by number of tokens
 
     def note(cache: Cache, at: int) -> None:
-        found = [named_states(layer) for layer in cache.layers]
-        recurrent[at] = [{name: state.clone() for name, state in layer.items()} for layer in found]
+        recurrent[at] = copied_states(cache)
 
-    def read(begun: Start, end: int = count) -> list[torch.Tensor]:
-        """Return the logits, all keys and values, and the recurrent states."""
+    def read(begun: Start, end: int = count) -> tuple[torch.Tensor, States]:
+        """Return the logits, and all keys and values; note recurrent states."""
         cache = new_cache(model)
         add_buffers(cache)
         begun.fill(cache)
@@ -285,6 +284,9 @@ def _parts_keep_bits(model: PreTrainedModel) -> bool:
         assert logits is not None
         if states is None:
             raise ValueError("a layer does not hold the whole text")
+        return logits, states
+
+    def all_of(logits: torch.Tensor, states: States) -> list[torch.Tensor]:
         return [logits, *chain(*states), *(state for layer in recurrent[count] for state in layer.values())]
 
     def continues(begun: Start) -> bool:
@@ -304,19 +306,17 @@ def _parts_keep_bits(model: PreTrainedModel) -> bool:
         )
 
     try:
-        whole = read(Start())
-        if has_states(model):
-            apart = whole[0] - _read_at_once(model, ids, positions)
-            if not apart.float().std() <= _MOST_APART * whole[0].float().std():
-                return False
-        pairs = list(zip(whole[1::2], whole[2::2], strict=False))[: len(recurrent[count])]
+        logits, states = read(Start())
+        whole = all_of(logits, states)
         starts = [
-            Start(at, [(keys[:, :, :at], values[:, :, :at]) for keys, values in pairs], recurrent[at])
+            Start(at, [(keys[:, :, :at], values[:, :, :at]) for keys, values in states], recurrent[at])
             for at in (PART, 2 * PART)
         ]
-        others = list(map(read, starts))
-        if not continues(starts[-1]):
-            return False
+        if has_states(model):
+            apart = logits - _read_at_once(model, ids, positions)
+            if not (apart.float().std() <= _MOST_APART * logits.float().std() and continues(starts[-1])):
+                return False
+        others = [all_of(*read(start)) for start in starts]
     except Exception:  # for example, a model without positions among its arguments
         return False
     return all(len(other) == len(whole) and all(map(torch.equal, whole, other)) for other in others)

@@ -171,6 +171,15 @@ _QUESTION = 20
 """Tokens that each call of a chat adds."""
 
 
+def _tokens(model: Any, count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(3, model.config.vocab_size, (1, count), generator=generator, device="cpu")
+
+
+def _model_of(name: str, arguments: Namespace) -> Any:
+    model = random_model(*{**SHAPES, **ATTENTIONS}[name], getattr(torch, arguments.dtype))
+    return enable_self_speculative(model)
+
+
 def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Time a prompt's pass by transformers and by this library.
 
@@ -185,7 +194,7 @@ def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[di
     rows = []
     for length in lengths:
         generator = torch.Generator(device="cpu").manual_seed(length)
-        ids = torch.randint(3, model.config.vocab_size, (1, length), generator=generator, device="cpu")
+        ids = _tokens(model, length, generator)
         seconds: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(repeats + 1):
             for is_ours, taken in seconds.items():
@@ -200,10 +209,8 @@ def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[di
 
 
 def _measured(name: str, arguments: Namespace) -> dict[str, Any]:
-    model = random_model(*{**SHAPES, **ATTENTIONS}[name], getattr(torch, arguments.dtype))
-    enable_self_speculative(model)
-    generator = torch.Generator(device="cpu").manual_seed(1)
-    ids = torch.randint(3, model.config.vocab_size, (1, arguments.prompt), generator=generator, device="cpu")
+    model, generator = _model_of(name, arguments), torch.Generator(device="cpu").manual_seed(1)
+    ids = _tokens(model, arguments.prompt, generator)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     compared = compare(model, inputs, greedy_options(arguments.new_tokens), arguments.repeats)
     texts = compared.texts
@@ -218,14 +225,9 @@ def _measured(name: str, arguments: Namespace) -> dict[str, Any]:
 
 
 def _chat(name: str, arguments: Namespace) -> dict[str, Any]:
-    model = random_model(*{**SHAPES, **ATTENTIONS}[name], getattr(torch, arguments.dtype))
-    enable_self_speculative(model)
-    generator = torch.Generator(device="cpu").manual_seed(1)
-
-    def tokens(count: int) -> torch.Tensor:
-        return torch.randint(3, model.config.vocab_size, (1, count), generator=generator, device="cpu")
-
-    begin, added = tokens(arguments.document), [tokens(_QUESTION) for _ in range(arguments.turns)]
+    model, generator = _model_of(name, arguments), torch.Generator(device="cpu").manual_seed(1)
+    begin = _tokens(model, arguments.document, generator)
+    added = [_tokens(model, _QUESTION, generator) for _ in range(arguments.turns)]
     return {"name": name, "chat": measure_series(model, begin, added, is_chat=True)}
 
 

@@ -23,6 +23,7 @@ from ...support.structure import modules_of
 __all__ = [
     "computes_all_experts",
     "experts_of",
+    "has_experts",
     "is_experts",
     "native_experts",
     "native_experts_of_all",
@@ -50,6 +51,11 @@ def is_experts(module: nn.Module) -> bool:
 def computes_all_experts(module: nn.Module) -> bool:
     """Tell whether a module is a layer of experts that computes all of them for every token (Llama 4)."""
     return type(module).__name__ == "Llama4TextExperts" and type(module).__module__.startswith("transformers.")
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Tell whether a module is a layer of experts of either kind, of which kernels can compute the chosen ones."""
+    return is_experts(module) or computes_all_experts(module)
 
 
 def run_experts(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

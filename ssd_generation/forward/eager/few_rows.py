@@ -22,7 +22,7 @@ from ...support.model_state import Part, state_of
 from ...support.once import looking_once
 from ...support.structure import modules_of
 from ...support.tensors import place_of
-from ..captured.expert_layers import computes_all_experts, is_experts, native_experts, native_experts_of_all
+from ..captured.expert_layers import computes_all_experts, has_experts, native_experts, native_experts_of_all
 from ..structure.linears import has_foreign, is_plain_linear
 from ..structure.skip_mode import SkipMode
 
@@ -93,7 +93,7 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
     for module in modules:
         if (
             "forward" not in module.__dict__
-            and (is_plain_linear(module) if isinstance(module, nn.Linear) else _has_experts(module))
+            and (is_plain_linear(module) if isinstance(module, nn.Linear) else has_experts(module))
             and any(tensor is not None and tensor.numel() >= _SMALL for tensor in module._parameters.values())
         ):
             _, place = _held(module)
@@ -149,9 +149,12 @@ def forward_of_experts(module: Any, fits: Callable[[torch.Tensor], bool]) -> Cal
     """Return a replacement of the `forward` of a layer of experts; `None` where it has no kernels.
 
     Args:
-        module: the layer.
-        fits: tells by the chosen experts `(n, k)` whether kernels are to compute it.
+        module: the layer, of either kind (`has_experts`).
+        fits: tells by the chosen experts `(n, k)` whether kernels are to compute it; k is 1 where the layer's own code
+            computes all experts.
     """
+    if computes_all_experts(module):
+        return forward_of_all_experts(module, fits)
     kernel = native_experts(module)
     if kernel is None:
         return None
@@ -209,11 +212,6 @@ def forward_of_all_experts(module: Any, fits: Callable[[torch.Tensor], bool]) ->
     return forward
 
 
-def _has_experts(module: nn.Module) -> bool:
-    return is_experts(module) or computes_all_experts(module)
-
-
 def _few_experts(module: Any) -> Callable[..., Any] | None:
     most = MOST_ROWS if next(module.parameters()).dtype is torch.float32 else _MOST_HALF
-    replaced = forward_of_all_experts if computes_all_experts(module) else forward_of_experts
-    return replaced(module, lambda chosen: len(chosen) <= most)
+    return forward_of_experts(module, lambda chosen: len(chosen) <= most)

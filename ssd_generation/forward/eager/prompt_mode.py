@@ -15,10 +15,10 @@ from ...config import SkipConfig
 from ...support.machine import is_intel
 from ...support.structure import modules_of
 from ..captured.conditions import why_not_captured
-from ..captured.expert_layers import computes_all_experts, is_experts
+from ..captured.expert_layers import computes_all_experts, has_experts
 from ..captured.linear_kernels import linear_of_few_rows, onednn_takes
 from ..structure.skip_mode import SkipMode
-from .few_rows import forward_of_all_experts, forward_of_experts
+from .few_rows import forward_of_experts
 from .prompt_scans import prompt_scans
 
 if TYPE_CHECKING:
@@ -80,19 +80,17 @@ def _experts(model: nn.Module, own_kernels: bool) -> list[tuple[nn.Module, Calla
         return []
     found: list[tuple[nn.Module, Callable[..., Any]]] = []
     for module in modules_of(model):
-        computes_all = computes_all_experts(module)
-        if not computes_all and not is_experts(module):
+        if not has_experts(module):
             continue
         layer: Any = module
         dtype = layer.down_proj.dtype
         most = _PER_EXPERT * layer.num_experts
         if dtype is not torch.float32:
-            if own_kernels or not (computes_all or layer.is_transposed) or onednn_takes(dtype):
+            if own_kernels or not (computes_all_experts(module) or layer.is_transposed) or onednn_takes(dtype):
                 continue
             most = sys.maxsize
         is_patched = "forward" in vars(module) or module._compiled_call_impl is not None
-        replaced = forward_of_all_experts if computes_all else forward_of_experts
-        forward = None if is_patched else replaced(module, partial(_fits, most))
+        forward = None if is_patched else forward_of_experts(module, partial(_fits, most))
         if forward is not None:
             found.append((module, forward))
     return found
