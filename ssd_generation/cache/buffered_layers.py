@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as _StatesAndKeys
 
 from .own_lists import ListedStates, lists_of
-from .recurrent import crop_attention, fork_states, keeps_states
+from .recurrent import crop_attention, fork_states, is_known, keeps_states, replace_states, states_in
 
 __all__ = [
     "BufferedLayer",
@@ -35,12 +35,13 @@ __all__ = [
     "GhostLayer",
     "add_buffers",
     "append_written",
-    "copy_row",
+    "can_repeat_rows",
     "draft_cache",
     "drop_buffers",
     "fix_unwritten",
     "keep_length",
     "move_rows",
+    "repeat_rows",
     "spare_slots",
     "trim_windows",
 ]
@@ -169,6 +170,20 @@ class BufferedLayer(DynamicLayer):
     def holds_all(self, slots: int) -> bool:
         """Tell whether the layer holds exactly `slots` slots, and the next token sees every one of them."""
         return self.is_initialized and self.start == self._first() == 0 and self.end == slots
+
+    def repeat_rows(self, which: torch.Tensor) -> None:
+        """Hold the rows of this layer with these indices, in this order, with room for more tokens."""
+        if not self.is_initialized:
+            return
+        length, buffers = self.end - self.start, []
+        for buffer in (self.key_buffer, self.value_buffer):
+            assert buffer is not None
+            shape = (len(which), buffer.shape[1], length + spare_slots(length), buffer.shape[3])
+            larger = buffer.new_empty(shape)
+            larger[:, :, :length] = buffer[which, :, self.start : self.end]
+            buffers.append(larger)
+        self.key_buffer, self.value_buffer = buffers
+        self.start, self.end = 0, length
 
     def move_rows(self, moves: Sequence[int], slots: int) -> None:
         """Move the rows of this layer; arguments as in the function `move_rows`."""
@@ -538,21 +553,27 @@ def add_buffers(cache: Cache, history: int = 0) -> None:
         cache.layers[index] = new
 
 
-def copy_row(cache: Cache, source: int, row: int, slots: slice) -> None:
-    """Copy keys and values from one row to another, in some slots of the buffers.
+def can_repeat_rows(cache: Cache) -> bool:
+    """Tell whether `repeat_rows` knows all layers of a cache."""
+    layers: list[Any] = cache.layers
+    return bool(layers) and all(
+        type(layer) in (BufferedLayer, BufferedStatesLayer, BufferedSlidingLayer)
+        or (not isinstance(layer, CacheLayerMixin) and keeps_states(layer) and is_known(layer))
+        for layer in layers
+    )
+
+
+def repeat_rows(cache: Cache, which: torch.Tensor) -> None:
+    """Make a cache hold some of its rows, any number of times.
 
     Args:
-        cache: cache of layers with buffers (`add_buffers`) that have room.
-        source: row to copy from.
-        row: row to copy to.
-        slots: the slots.
+        cache: cache of layers that `can_repeat_rows` knows.
+        which (`torch.LongTensor` of shape `(B,)`): index of the row that each of the rows afterwards is a copy of.
     """
     for layer in cache.layers:
-        if not isinstance(layer, BufferedLayer):
-            continue  # of states alone
-        for buffer in (layer.key_buffer, layer.value_buffer):
-            assert buffer is not None
-            buffer[row, :, slots] = buffer[source, :, slots]
+        if isinstance(layer, BufferedLayer):
+            layer.repeat_rows(which)
+        replace_states(layer, [state[which] for state in states_in(layer)])
 
 
 def append_written(cache: Cache, tokens: int) -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "layers_of_states",
     "layers_without_keys",
     "named_states",
+    "replace_states",
     "slots_of",
     "states_in",
     "usual_layers",
@@ -181,7 +182,7 @@ def has_all_states(cache: Cache) -> bool:
     return bool(states) and all(is_known(layer) and all(layer.has_previous_state.values()) for layer in states)
 
 
-def _hold(layer: Any, states: Sequence[torch.Tensor]) -> None:
+def replace_states(layer: Any, states: Sequence[torch.Tensor]) -> None:
     """Make a layer of a cache hold other states, in the order of `states_in`."""
     others = iter(states)
     for held in (layer.conv_states, layer.recurrent_states) if states else ():
@@ -456,7 +457,7 @@ class Checkpoint:
             if not repeats:
                 at_checkpoint = [states_in(layer) for layer in cache.layers]
                 for layer, states in zip(cache.layers, self._spare or [], strict=True):
-                    _hold(layer, states)
+                    replace_states(layer, states)
             self._saved, self._unsaved = self._saved or self._unsaved, None
             assert self._saved is not None and at_checkpoint is not None
             self._spare = [saved.exchange(states) for saved, states in zip(self._saved, at_checkpoint, strict=True)]

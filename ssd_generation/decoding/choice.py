@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..native.ops.exponentials import draw_exponentials
 from ..support.forks import ForkSafeRLock
 from ..support.tensors import argmax
 
@@ -103,6 +104,7 @@ class SampledChoice(Choice):
         self._dtype = torch.float32  # of the scores from which committed tokens are chosen
         self._noise: dict[int, torch.Tensor] = {}  # by step: (B, V)
         self._unused: list[torch.Tensor] = []
+        self._race: torch.Tensor | None = None  # its memory serves the next step: new pages cost as much as the race
         self._states: dict[int, torch.Tensor] = {}  # by step: state of the generator before its noise is drawn
         self.ring: torch.Tensor | None = None
         self._drawn = 0  # number of steps whose noise has been drawn
@@ -129,7 +131,7 @@ class SampledChoice(Choice):
         self._dtype = scores.dtype
         self._draw_again_if_other(min(steps), scores)
         self.draw_up_to(max(steps) + count, scores.shape[2])
-        race = scores.softmax(dim=-1)
+        race = self._race = torch.softmax(scores, dim=-1, out=self._memory_for(scores))
         if len(set(steps)) == 1:
             for place in range(count):
                 race[:, place] /= self._noise[steps[0] + place]
@@ -150,7 +152,7 @@ class SampledChoice(Choice):
         noise = race.new_empty((1, race.shape[1]))
         for step in sorted(set(steps)):
             generator.set_state(self._states[step])
-            noise.exponential_(generator=generator)
+            draw_exponentials(noise, generator)
             for place, its_step in enumerate(steps):
                 if its_step == step:
                     race[place] /= noise[0]
@@ -180,7 +182,7 @@ class SampledChoice(Choice):
                 default.set_state(self._states[steps] if steps in self._states else self._generator.get_state())
         self._noise.clear()
         self._unused.clear()
-        self.ring = None
+        self.ring = self._race = None
 
     @property
     def longest_lead(self) -> int:
@@ -220,7 +222,7 @@ class SampledChoice(Choice):
             self.ring = None
         while self._drawn < step:
             self._states[self._drawn] = self._generator.get_state()
-            self._noise[self._drawn] = self._empty(vocabulary).exponential_(generator=self._generator)
+            self._noise[self._drawn] = draw_exponentials(self._empty(vocabulary), self._generator)
             self._drawn += 1
         return self.ring is not None
 
@@ -240,6 +242,12 @@ class SampledChoice(Choice):
             for later in range(step, self._drawn):
                 del self._noise[later], self._states[later]
             self._drawn = step
+
+    def _memory_for(self, scores: torch.Tensor) -> torch.Tensor:
+        race = self._race
+        if race is not None and (race.shape, race.dtype) == (scores.shape, scores.dtype):
+            return race
+        return torch.empty_like(scores)
 
     def _empty(self, vocabulary: int) -> torch.Tensor:
         if self.ring is not None:

@@ -24,6 +24,7 @@ from .choice import IMPOSSIBLE, Choice
 from .loop_request import LoopRequest
 from .outputs import StepOutputs
 from .processors import Processors
+from .repeated_prompts import RepeatedPrompts
 from .rotary import RotarySwitch
 
 __all__ = ["read_prompt", "starts_of_prompts"]
@@ -56,13 +57,15 @@ def read_prompt(
     model, batch = forward.model, input_ids.shape[0]
     model_kwargs.pop("tokenizer", None)
     name = cache_argument(model)
-    new = input_ids.shape[1] - slots_of(model_kwargs.get(name))
-    answer = _by_captured_passes(forward, request, input_ids, model_kwargs)
-    if answer is None:
-        answer = _in_parts(forward, request, input_ids, model_kwargs)
-    if answer is None:
-        with prompt_mode(model, batch * new, forward.plan.own_kernels):
-            answer = model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
+    cache, config = model_kwargs.get(name), request.generation_config
+    repeated = None
+    if module_states(model) is None:
+        repeated = RepeatedPrompts.of(input_ids, starts_of_prompts(input_ids, model_kwargs, config), cache, config)
+    if repeated is None:
+        answer = _read(forward, request, input_ids, model_kwargs)
+    else:
+        answer = _read(forward, request, input_ids[repeated.first], repeated.arguments(model_kwargs))
+        answer = repeated.repeat(answer, cache)
     limits = request.limits(most_positions(model))
     context = _context(forward, model_kwargs, answer, input_ids.shape[1], limits.max_length)
     processors = Processors(request.processors, choice.draws)
@@ -78,6 +81,18 @@ def read_prompt(
         choice.fail(scores[:, 0])
     rows.append(known, first)
     return rows
+
+
+def _read(forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+    """Run the target over prompts, in the way that its plan has for them; return its outputs."""
+    answer = _by_captured_passes(forward, request, input_ids, model_kwargs)
+    if answer is None:
+        answer = _in_parts(forward, request, input_ids, model_kwargs)
+    if answer is None:
+        new = input_ids.shape[1] - slots_of(model_kwargs.get(cache_argument(forward.model)))
+        with prompt_mode(forward.model, len(input_ids) * new, forward.plan.own_kernels):
+            return forward.model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
+    return answer
 
 
 def _by_captured_passes(

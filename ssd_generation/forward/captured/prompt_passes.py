@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers.cache_utils import Cache
 
-from ...cache.buffered_layers import append_written, copy_row
+from ...cache.buffered_layers import append_written
 from ...cache.prefix_cache import Start
 from ...native.cache_table import TextPlace
 from .batch_invariance import NATIVE, PROMPT_WIDTHS, BatchInvariance
@@ -93,7 +93,7 @@ class PromptPasses:
         starts: Sequence[int],
         prefixes: RowPrefixes | None = None,
     ) -> torch.Tensor | None:
-        """Read the prompts of a batch, each separately, and equal ones once.
+        """Read the prompts of a batch, each separately.
 
         Args:
             cache: cache with buffers; it is empty.
@@ -115,13 +115,8 @@ class PromptPasses:
         layers: list[Any] = cache.layers
         for layer in layers:
             layer.reserve(count)
-        known: dict[tuple[int, ...], int] = {}
         for row, start in enumerate(starts):
             tokens = ids[row : row + 1, start:-1]
-            same = known.setdefault((start, *tokens[0].tolist()), row)
-            if same != row:
-                copy_row(cache, same, row, slice(0, count - 1))
-                continue
             for layer in layers:
                 for buffer in (layer.key_buffer, layer.value_buffer):
                     buffer[row, :, :start] = 0  # masked numbers count in the model's own code if they are not finite

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ...cache.buffered_layers import BufferedLayer, BufferedStatesLayer, add_buffers, append_written, copy_row
+from ...cache.buffered_layers import BufferedLayer, BufferedStatesLayer, add_buffers, append_written
 from ...cache.own_lists import new_cache
 from ...cache.prefix_cache import whole_text
 from ...cache.recurrent import LayerStates, give_states, is_known, keeps_states, named_states, slots_of
@@ -110,7 +110,7 @@ def read_rows_in_parts(
     part: int,
     prefixes: RowPrefixes | None = None,
 ) -> CausalLMOutputWithPast | None:
-    """Read the prompts of a batch, each by itself as `read_prompt_in_parts` does, and equal ones once.
+    """Read the prompts of a batch, each by itself as `read_prompt_in_parts` does.
 
     Args:
         model: the target model.
@@ -132,15 +132,8 @@ def read_rows_in_parts(
         return None
     logits: list[torch.Tensor] = []
     recurrent: list[list[LayerStates]] = []
-    known: dict[tuple[int, ...], int] = {}
     for row, start in enumerate(starts):
         tokens = ids[row, start:]
-        same = known.setdefault((start, *tokens.tolist()), row)
-        if same != row:
-            logits.append(logits[same])
-            recurrent.append(recurrent[same])
-            copy_row(cache, same, row, slice(0, count))
-            continue
         own: Any = new_cache(model)
         add_buffers(own)
         if prefixes is not None:
