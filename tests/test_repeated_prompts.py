@@ -32,9 +32,9 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the rows of each reading of prompts for a caller, in order."""
     found, read = [], prompt_reading._read
 
-    def noting(forward: Any, request: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-        found.append(len(input_ids))
-        return read(forward, request, input_ids, model_kwargs)
+    def noting(forward: Any, config: Any, prompts: Any) -> Any:
+        found.append(len(prompts.ids))
+        return read(forward, config, prompts)
 
     monkeypatch.setattr(prompt_reading, "_read", noting)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,16 +58,15 @@ def read_prompt(
     """
     model, batch = forward.model, input_ids.shape[0]
     model_kwargs.pop("tokenizer", None)
-    name = cache_argument(model)
-    cache, config = model_kwargs.get(name), request.generation_config
-    repeated = None
-    if module_states(model) is None:
-        repeated = RepeatedPrompts.of(input_ids, starts_of_prompts(input_ids, model_kwargs, config), cache, config)
+    cache, config = model_kwargs.get(cache_argument(model)), request.generation_config
+    starts = starts_of_prompts(input_ids, model_kwargs, config)
+    prompts, repeated = _Prompts(input_ids, model_kwargs, starts, in_rows=batch > 1), None
+    if starts is not None and module_states(model) is None:
+        repeated = RepeatedPrompts.of(input_ids, starts, cache, config)
     if repeated is None:
-        answer = _read(forward, request, input_ids, model_kwargs)
+        answer = _read(forward, config, prompts)
     else:
-        answer = _read(forward, request, input_ids[repeated.first], repeated.arguments(model_kwargs))
-        answer = repeated.repeat(answer, cache)
+        answer = repeated.repeat(_read(forward, config, prompts.only(repeated.first)), cache)
     limits = request.limits(most_positions(model))
     context = _context(forward, model_kwargs, answer, input_ids.shape[1], limits.max_length)
     processors = Processors(request.processors, choice.draws)
@@ -83,58 +84,85 @@ def read_prompt(
     return rows
 
 
-def _read(forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts to be read together.
+
+    Attributes:
+        ids (`torch.LongTensor` of shape `(B, n)`): the prompts, padded at the left.
+        arguments: the model's keyword arguments, with the cache.
+        starts: as `starts_of_prompts` returns it.
+        in_rows: whether they are those of a batch, if only one: the cache holds no stored prefix then.
+    """
+
+    ids: torch.Tensor
+    arguments: dict[str, Any]
+    starts: list[int] | None
+    in_rows: bool
+
+    @property
+    def is_single(self) -> bool:
+        """True if they are a single text without padding."""
+        return self.starts == [0] and not self.in_rows
+
+    def only(self, rows: Sequence[int]) -> _Prompts:
+        """Return some of the rows, with the same cache."""
+        assert self.starts is not None
+        which = torch.tensor(rows, device=self.ids.device)
+        of_rows = {
+            key: value[which] if isinstance(value, torch.Tensor) and value.shape == self.ids.shape else value
+            for key, value in self.arguments.items()
+        }
+        return _Prompts(self.ids[which], of_rows, [self.starts[row] for row in rows], self.in_rows)
+
+
+def _read(forward: Forward, config: GenerationConfig, prompts: _Prompts) -> Any:
     """Run the target over prompts, in the way that its plan has for them; return its outputs."""
-    answer = _by_captured_passes(forward, request, input_ids, model_kwargs)
+    answer = _by_captured_passes(forward, prompts)
     if answer is None:
-        answer = _in_parts(forward, request, input_ids, model_kwargs)
+        answer = _in_parts(forward, prompts)
     if answer is None:
-        new = input_ids.shape[1] - slots_of(model_kwargs.get(cache_argument(forward.model)))
-        with prompt_mode(forward.model, len(input_ids) * new, forward.plan.own_kernels):
-            return forward.model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
+        batch, length = prompts.ids.shape
+        new = length - slots_of(prompts.arguments.get(cache_argument(forward.model)))
+        with prompt_mode(forward.model, batch * new, forward.plan.own_kernels):
+            return forward.model._prefill(prompts.ids, config, prompts.arguments, is_first_iteration=True)
     return answer
 
 
-def _by_captured_passes(
-    forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
-) -> CausalLMOutputWithPast | None:
-    """Read a prompt with the kernels used for decoding; return the outputs, or `None` where these cannot read it."""
-    cache, positions = model_kwargs.get(cache_argument(forward.model)), model_kwargs.get("position_ids")
+def _by_captured_passes(forward: Forward, prompts: _Prompts) -> CausalLMOutputWithPast | None:
+    """Read prompts with the kernels used for decoding; return the outputs, or `None` where these cannot read them."""
+    cache, positions = prompts.arguments.get(cache_argument(forward.model)), prompts.arguments.get("position_ids")
     if not forward.plan.prompts or not isinstance(cache, Cache) or RotarySwitch(forward.model):
         return None
-    starts, past = starts_of_prompts(input_ids, model_kwargs, request.generation_config), slots_of(cache)
-    is_one = starts == [0]
-    if starts is None or not (is_one or (past == 0 and positions is not None)):
+    ids, starts, past = prompts.ids, prompts.starts, slots_of(cache)
+    if starts is None or not (prompts.is_single or (past == 0 and positions is not None)):
         return None
     if positions is None:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-    logits = forward.read_prompt(cache, input_ids[:, past:], positions[:, past:], starts)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    logits = forward.read_prompt(cache, ids[:, past:], positions[:, past:], None if prompts.is_single else starts)
     if logits is None:
         return None
     return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
 
-def _in_parts(
-    forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
-) -> CausalLMOutputWithPast | None:
+def _in_parts(forward: Forward, prompts: _Prompts) -> CausalLMOutputWithPast | None:
     """Read prompts in the plan's parts; return the outputs, or `None` where they consist of more than tokens."""
-    part, cache = forward.plan.prompt_part, model_kwargs.get(cache_argument(forward.model))
+    part, cache = forward.plan.prompt_part, prompts.arguments.get(cache_argument(forward.model))
     if part is None or not isinstance(cache, Cache) or RotarySwitch(forward.model):
         return None
     is_filled = forward.prefixes is not None and forward.prefixes.filled > 0
     if not is_filled and (slots_of(cache) % part or (has_begun(cache) and not slots_of(cache))):
         return None
-    starts = starts_of_prompts(input_ids, model_kwargs, request.generation_config)
-    positions = model_kwargs.get("position_ids")
-    if starts == [0]:
+    ids, starts, positions = prompts.ids, prompts.starts, prompts.arguments.get("position_ids")
+    if prompts.is_single:
         if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        return read_prompt_in_parts(forward.model, cache, input_ids, positions, part, forward.prefixes)
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        return read_prompt_in_parts(forward.model, cache, ids, positions, part, forward.prefixes)
     if positions is None and not knows_its_length(cache):
-        positions = torch.zeros_like(input_ids)  # without keys nothing depends on them
+        positions = torch.zeros_like(ids)  # without keys nothing depends on them
     if starts is None or positions is None or slots_of(cache):
         return None
-    return read_rows_in_parts(forward.model, cache, input_ids, positions, starts, part, forward.prefixes)
+    return read_rows_in_parts(forward.model, cache, ids, positions, starts, part, forward.prefixes)
 
 
 def starts_of_prompts(

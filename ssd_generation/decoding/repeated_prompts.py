@@ -23,21 +23,21 @@ class RepeatedPrompts:
 
     Attributes:
         first: first row with each prompt.
-        which: index of each row's prompt.
+        which (`torch.LongTensor` of shape `(B,)`): index of each row's prompt.
     """
 
-    first: torch.Tensor
+    first: list[int]
     which: torch.Tensor
 
     @classmethod
     def of(
-        cls, input_ids: torch.Tensor, starts: list[int] | None, cache: Any, config: GenerationConfig
+        cls, input_ids: torch.Tensor, starts: list[int], cache: Any, config: GenerationConfig
     ) -> RepeatedPrompts | None:
         """Find the different prompts of a batch.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(B, n)`): the prompts, padded at the left.
-            starts: column of each row's first token; `None` where the prompts are more than tokens.
+            starts: column of each row's first token.
             cache: the call's cache.
             config: generation config of the call.
 
@@ -45,7 +45,7 @@ class RepeatedPrompts:
             `None` where all differ, or what a pass leaves cannot be copied from row to row.
         """
         asks_for_states = config.output_hidden_states or config.output_attentions
-        if len(input_ids) == 1 or starts is None or asks_for_states or not isinstance(cache, Cache):
+        if len(input_ids) == 1 or asks_for_states or not isinstance(cache, Cache):
             return None
         if has_begun(cache) or not can_repeat_rows(cache):
             return None
@@ -54,16 +54,7 @@ class RepeatedPrompts:
         which = [known.setdefault((start, *tokens), len(known)) for start, tokens in rows]
         if len(known) == len(which):
             return None
-        first = torch.tensor([which.index(prompt) for prompt in range(len(known))], device=input_ids.device)
-        return cls(first, torch.tensor(which, device=input_ids.device))
-
-    def arguments(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the model's keyword arguments for a pass over the different prompts."""
-        batch = len(self.which)
-        return {
-            key: value[self.first] if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,) else value
-            for key, value in model_kwargs.items()
-        }
+        return cls([which.index(prompt) for prompt in range(len(known))], torch.tensor(which, device=input_ids.device))
 
     def repeat(self, answer: CausalLMOutputWithPast, cache: Cache) -> CausalLMOutputWithPast:
         """Repeat what a pass over the different prompts left, for each row of the batch.

@@ -143,15 +143,15 @@ class Forward:
             context.checkpoint.save(context.cache, context.length)
 
     def read_prompt(
-        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]
+        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int] | None
     ) -> torch.Tensor | None:
-        """Read tokens of one text, or whole prompts with padding, with the kernels used for decoding.
+        """Read tokens of one text, or whole prompts of a batch, with the kernels used for decoding.
 
         Args:
-            cache: cache with buffers, empty where there are several texts or padding. The tokens are appended to it.
+            cache: cache with buffers, empty where prompts are those of a batch. The tokens are appended to it.
             ids (`torch.LongTensor` of shape `(B, n)`): the tokens, those of several texts padded at the left.
             positions (`torch.LongTensor` of shape `(B, n)`): positions of the tokens.
-            starts: index of the first token of each row that is not padding.
+            starts: index of the first token of each row that is not padding; `None`: a single text, without any.
 
         Returns:
             The logits of the last tokens, `(B, 1, V)`; `None` where the plan does not read prompts this way, or these
@@ -159,8 +159,7 @@ class Forward:
         """
         logits = None
         if self.plan.prompts and (passes := prompt_passes(self.model, self.plan.batch_invariance)) is not None:
-            is_one = list(starts) == [0]
-            if is_one:
+            if starts is None:
                 logits = passes.read(cache, ids, positions)
             else:
                 logits = passes.read_rows(cache, ids, positions, starts, self.prefixes)
