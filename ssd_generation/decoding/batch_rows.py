@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..cache.buffered_layers import BufferedLayer
 from ..forward.context import Context
 from .alignment import Alignment
-from .choice import Choice
+from .choice import Choice, SampledChoice
 from .ends import Ends, Limits
 from .pace import Pace
-from .processors import Processors
+from .processors import Processors, PureProcessors
 from .rotary import RotarySwitch
 from .row_tokens import RowTokens
 from .verified_text import VerifiedText
@@ -53,6 +53,7 @@ class Rows:
         self._alignment = Alignment(context, self.batch, prompt.device)
         self._ends = Ends(limits, self.batch)
         self.processors, self.choice, self.limits, self.rotary = processors, choice, limits, rotary
+        self._before, self._truncating = processors.pure.split()
         self.lockstep = lockstep
         self.committed = 0
         self._goes = [True] * self.batch  # rows active in the current round
@@ -112,11 +113,24 @@ class Rows:
 
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return scores `(B, V)`: logits `(B, V)` after the drafted tokens `(B, i)`, processed as for drafts."""
-        pure = self.processors.pure
-        if pure.are_blind:
-            return pure.once(self.pending, logits)
+        return self._processed(self.processors.pure, drafted, logits)
+
+    def _processed(self, processors: PureProcessors, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if processors.are_blind:
+            return processors.once(self.pending, logits)
         self.write_ahead(drafted)
-        return pure.step(self.tokens, self.lengths, logits, drafted.shape[1])
+        return processors.step(self.tokens, self.lengths, logits, drafted.shape[1])
+
+    def draw(self, drafted: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Implement `Texts.draw`."""
+        truncation, ahead = self._truncating.truncation, drafted.shape[1]
+        if truncation is None or not isinstance(self.choice, SampledChoice) or self.device.type != "cpu":
+            return None
+        scores = logits
+        if len(self._before):
+            scores = self._processed(self._before, drafted, logits.clone())
+        drawn = self.choice.draw(truncation, scores[:, None], self._steps(ahead))
+        return None if drawn is None else (drawn.tokens, drawn.probabilities.to(logits.dtype))
 
     def choose(self, scores: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """Return the tokens that plain decoding would take after the first `ahead` drafted ones.
@@ -128,14 +142,62 @@ class Rows:
         Returns:
             `torch.LongTensor` of shape `(B,)` or `(B, n)`.
         """
+        steps = self._steps(ahead)
+        if scores.ndim == 2:  # a draft may be any token: an impossible one becomes 0
+            return self.choice.choose_for_draft(scores[:, None], steps)[:, 0].clamp(min=0)
+        return self.choice.choose(scores, steps)
+
+    def _steps(self, ahead: int = 0) -> list[int]:
+        """Return the step of each row's next token after some drafted ones."""
         offset = self.prompt_length - ahead
         steps = [length - offset for length in self.lengths]
         if not all(self._goes):  # choices of inactive rows are not used
             some = next((step for step, goes in zip(steps, self._goes, strict=True) if goes), steps[0])
             steps = [step if goes else some for step, goes in zip(steps, self._goes, strict=True)]
-        if scores.ndim == 2:  # a draft may be any token: an impossible one becomes 0
-            return self.choice.choose_for_draft(scores[:, None], steps)[:, 0].clamp(min=0)
-        return self.choice.choose(scores, steps)
+        return steps
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # verification
+
+    @property
+    def truncates(self) -> bool:
+        """True if `choose_truncated` can choose: the call samples by top-k, top-p or min-p, on the CPU."""
+        has_truncation = self.processors.are_pure and self._truncating.truncation is not None
+        return has_truncation and isinstance(self.choice, SampledChoice) and self.device.type == "cpu"
+
+    @property
+    def has_others(self) -> bool:
+        """True if other processors come before those that truncate."""
+        return len(self._before) > 0
+
+    def choose_truncated(self, logits: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """Return the tokens `(B, n)` that plain decoding would take, without the scores of all tokens.
+
+        Args:
+            logits (`torch.FloatTensor` of shape `(B, n, V)`): the model's, from a verification pass; written into if
+                there are other processors.
+
+        Returns:
+            The tokens, and a function that returns the scores `(B, V)` of the first places.
+        """
+        choice, truncation, steps = self.choice, self._truncating.truncation, self._steps()
+        assert isinstance(choice, SampledChoice) and truncation is not None
+        scores = self._before.block(self.tokens, self.lengths, self.pending, logits)
+
+        def truncated(some: torch.Tensor) -> torch.Tensor:
+            return self._truncating.once(self.pending[:1].expand(len(some), 1), some)
+
+        drawn = choice.draw(truncation, scores, steps)
+        if drawn is None:
+            found = choice.choose(truncated(scores.flatten(0, 1)).view_as(scores), steps)
+            return found, lambda: truncated(scores[:, 0])
+        found = drawn.tokens.view(scores.shape[:2])
+        unsure: list[list[int]] = (~drawn.are_sure).view(scores.shape[:2]).nonzero().tolist()
+        for row, place in unsure:
+            if self._goes[row]:
+                of_place = truncated(scores[row, place : place + 1])[0]
+                found[row, place] = choice.choose_at(of_place, row, steps[row] + place)
+        return found, lambda: truncated(scores[:, 0])
 
     # ------------------------------------------------------------------------------------------------------------------
     # the limits of a round

@@ -176,6 +176,9 @@ class _Text:
     def text(self, row: int, start: int = 0) -> list[int]:
         return self.input_ids[row, start:].tolist()
 
+    def draw(self, drafted: torch.Tensor, logits: torch.Tensor) -> None:
+        """Draw nothing: transformers' loop needs the scores."""
+
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         ids = torch.cat((self.input_ids, drafted), dim=1)
         return self._processors(ids, logits)  # type: ignore[no-any-return]

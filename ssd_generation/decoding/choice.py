@@ -17,6 +17,7 @@ import torch
 from ..native.ops.exponentials import draw_exponentials
 from ..support.forks import ForkSafeRLock
 from ..support.tensors import argmax
+from .truncation import Drawn, Truncation
 
 __all__ = ["IMPOSSIBLE", "Choice", "SampledChoice", "winners"]
 
@@ -140,6 +141,36 @@ class SampledChoice(Choice):
                 for place in range(count):
                     race[row, place] /= self._noise[first + place][row]
         return winners(race)
+
+    def draw(self, truncation: Truncation, scores: torch.Tensor, steps: Sequence[int]) -> Drawn | None:
+        """Draw the tokens that `choose` returns for scores after further processors, as far as that is certain.
+
+        Args:
+            truncation: settings of these processors.
+            scores (`torch.FloatTensor` of shape `(B, n, V)`): scores before them, on the CPU.
+            steps: as in `choose`.
+
+        Returns:
+            What `Truncation.draw` does, of all B · n places.
+        """
+        batch, count, vocabulary = scores.shape
+        self._dtype = scores.dtype
+        self._draw_again_if_other(min(steps), scores)
+        self.draw_up_to(max(steps) + count, vocabulary)
+
+        def noise_of(tokens: torch.Tensor) -> torch.Tensor:
+            found = torch.empty(tokens.shape, dtype=scores.dtype, device=scores.device)
+            for row, first in enumerate(steps):
+                for place in range(count):
+                    at = row * count + place
+                    torch.index_select(self._noise[first + place][row], 0, tokens[at], out=found[at])
+            return found
+
+        return truncation.draw(scores.reshape(batch * count, vocabulary), noise_of)
+
+    def choose_at(self, scores: torch.Tensor, row: int, step: int) -> torch.Tensor:
+        """Return the token `()` that `choose` returns for scores `(V,)` of one place of a row."""
+        return winners((scores.softmax(dim=-1) / self._noise[step][row])[None])[0]
 
     def choose_for_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """Implement `Choice.choose_for_draft` with the noise of the target, whose scores may be of another type."""

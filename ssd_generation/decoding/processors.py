@@ -18,6 +18,7 @@ from transformers.generation import logits_process
 
 from ..support.devices import sent
 from .random_use import is_foreign, no_draws, state_of_generators
+from .truncation import Truncation
 
 __all__ = ["Processors", "PureProcessors", "is_pure"]
 
@@ -140,6 +141,7 @@ class PureProcessors:
     Attributes:
         are_blind: whether none of them depends on the text.
         setting: key of their settings where all of them are functions of tensors alone; else `None`.
+        truncation: settings of the last ones, where these truncate what is sampled from; else `None`.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
@@ -147,6 +149,12 @@ class PureProcessors:
         self._foreign = [processor for processor in processors if is_foreign(processor)]
         self.are_blind = all(type(p) in _BLIND for p in processors)
         self.setting = _setting_of(processors)
+        self.truncation = Truncation.of(processors)
+
+    def split(self) -> tuple[PureProcessors, PureProcessors]:
+        """Return the processors before those that truncate, and these."""
+        count = len(self) - (0 if self.truncation is None else self.truncation.count)
+        return PureProcessors(self._processors[:count]), PureProcessors(self._processors[count:])
 
     def __len__(self) -> int:
         """Return the number of processors."""

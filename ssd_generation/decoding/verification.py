@@ -194,10 +194,15 @@ class Verifier:
         drafted, processors = tokens.shape[1], rows.processors.pure
         if drafted and not processors.are_blind:
             rows.write_ahead(tokens)
-        raw, logits = outputs.float_logits(outcome, drafted + 1, rows.device, processed=rows.has_processors)
-        scores = processors.block(rows.tokens, rows.lengths, rows.pending, logits)
-
-        choices = rows.choose(scores)
+        truncates = outputs.keeps_nothing and rows.truncates
+        is_processed = rows.has_others if truncates else rows.has_processors
+        raw, logits = outputs.float_logits(outcome, drafted + 1, rows.device, processed=is_processed)
+        scores = logits
+        if truncates:
+            choices, first_scores = rows.choose_truncated(logits)
+        else:
+            scores = processors.block(rows.tokens, rows.lengths, rows.pending, logits)
+            choices, first_scores = rows.choose(scores), lambda: scores[:, 0]
         kept, following = accept(tokens, draft.lengths, choices)
         if padded:
             following[padded] = rows.limits.pad_token_id
@@ -208,7 +213,7 @@ class Verifier:
         answers: list[list[int]] = torch.cat((kept[:, None], new), dim=1).tolist()
         accepted = [answer[0] for answer in answers]
         if any(active[row] and answer[1 + answer[0]] == IMPOSSIBLE for row, answer in enumerate(answers)):
-            rows.choice.fail(scores[:, 0])
+            rows.choice.fail(first_scores())
         added = [count + 1 if active[row] else 0 for row, count in enumerate(accepted)]
         if rows.lockstep:
             added = [_in_lockstep(rows, answers, added)] * rows.batch

@@ -53,6 +53,17 @@ class Texts(Protocol):
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return scores `(B, V)`: logits `(B, V)` after the drafted tokens `(B, i)`, as processed in the call."""
 
+    def draw(self, drafted: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the tokens of `choose` and their probabilities, `(B,)` each, without processing all scores.
+
+        Args:
+            drafted (`torch.LongTensor` of shape `(B, i)`): tokens drafted before.
+            logits (`torch.FloatTensor` of shape `(B, V)`): the model's after them.
+
+        Returns:
+            `None` where that is not possible. A few tokens may be others than those of `choose`.
+        """
+
     def choose(self, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """Return the tokens `(B,)` that plain decoding would take after `ahead` drafted ones, by scores `(B, V)`.
 

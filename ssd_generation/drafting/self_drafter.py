@@ -148,14 +148,18 @@ class SelfDrafter(Drafter):
                 token = pending = texts.pending
                 for depth in range(length):
                     logits = passes(token, depth)[:, -1].to(dtype=torch.float32, device=pending.device)
+                    drawn, wants = None, self.policy.needs_probability
                     if texts.has_processors:
                         with passes.paused():
                             drafted = torch.cat(tokens, dim=1) if tokens else pending[:, :0]
+                            drawn = None if self.keeps_scores else texts.draw(drafted, logits)
                             # A copy: processors may write into their input, which may be a view of the model's output.
-                            logits = texts.process(drafted, logits.clone())
-                    token = texts.choose(logits, depth)[:, None]
+                            logits = logits if drawn is not None else texts.process(drafted, logits.clone())
+                    token = (texts.choose(logits, depth) if drawn is None else drawn[0])[:, None]
                     tokens.append(token)
-                    probability = _probability(logits, token) if self.policy.needs_probability else None
+                    probability = None
+                    if wants:
+                        probability = _probability(logits, token) if drawn is None else drawn[1]
                     if self.keeps_scores:
                         scores.append(logits)
                     if reads:

@@ -1,0 +1,229 @@
+"""Sampling by top-k, top-p and min-p from a few candidates: the tokens of transformers' own processors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.decoding import truncation as module
+from ssd_generation.decoding.choice import winners
+from ssd_generation.decoding.truncation import Drawn, Truncation
+from tiny_models import left_padded, prompt, tiny_model
+
+NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+LOOKUP = SelfSpeculativeConfig(
+    lookup=LookupConfig(min_ngram=1), drafting=DraftingConfig(policy="fixed", max_draft_length=4)
+)
+OWN = SelfSpeculativeConfig(SkipConfig(attention=[1]), DraftingConfig(policy="fixed", max_draft_length=3))
+CONFIDENT = SelfSpeculativeConfig(SkipConfig(attention=[1]), DraftingConfig(policy="confidence", max_draft_length=3))
+METHODS = {"nothing": NOTHING, "lookup": LOOKUP, "own": OWN, "confident": CONFIDENT}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "top-k": {"top_k": 20},
+    "usual": {"top_k": 20, "top_p": 0.8, "temperature": 0.7, "repetition_penalty": 1.1},
+    "top-p": {"top_k": 0, "top_p": 0.6, "temperature": 0.2},
+    "min-p": {"top_k": 0, "min_p": 0.2, "temperature": 0.3},
+    "all": {"top_k": 30, "top_p": 0.9, "min_p": 0.05, "temperature": 0.5, "no_repeat_ngram_size": 2},
+}
+VOCABULARY = 3_000
+
+
+def processors(**wanted: Any) -> LogitsProcessorList:
+    least = {"min_tokens_to_keep": wanted.pop("least", 1)}
+    kinds = {"temperature": "Temperature", "top_k": "TopK", "top_p": "TopP", "min_p": "MinP"}
+    found = LogitsProcessorList()
+    for name, kind in kinds.items():
+        if wanted.get(name) is not None and (wanted[name] or name == "min_p"):
+            others = {} if name == "temperature" else least
+            found.append(getattr(logits_process, f"{kind}LogitsWarper")(wanted[name], **others))
+    return found
+
+
+def both(scores: torch.Tensor, these: LogitsProcessorList) -> tuple[Drawn, torch.Tensor]:
+    """Draw tokens from scores `(N, V)` by both ways, with the same noise."""
+    noise = torch.empty_like(scores).exponential_()
+    found = Truncation.of(these)
+    assert found is not None
+    drawn = found.draw(scores, lambda tokens: noise.gather(1, tokens))
+    assert drawn is not None
+    processed = these(torch.zeros((len(scores), 1), dtype=torch.long), scores.clone())
+    return drawn, winners(processed.softmax(dim=-1) / noise)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    spread=st.floats(0.2, 12.0),
+    step=st.sampled_from([0.0, 2.0**-7, 0.25, 1.0]),
+    temperature=st.none() | st.floats(0.1, 3.0),
+    top_k=st.none() | st.integers(1, 60),
+    top_p=st.none() | st.floats(0.01, 0.99),
+    min_p=st.none() | st.floats(0.0, 1.0),
+    least=st.integers(1, 3),
+    vocabulary=st.sampled_from([VOCABULARY, 4_111, 20_000]),
+)
+def test_certain_tokens_are_those_of_transformers(
+    seed: int, spread: float, step: float, vocabulary: int, **wanted: Any
+) -> None:
+    these = processors(**wanted)
+    if Truncation.of(these) is None:
+        assert all(wanted[name] is None for name in ("top_k", "top_p", "min_p"))
+        return
+    torch.manual_seed(seed)
+    scores = torch.randn(4, vocabulary) * spread
+    if step:  # many equal scores
+        scores = (scores / step).round() * step
+    drawn, expected = both(scores, these)
+    assert torch.equal(drawn.tokens[drawn.are_sure], expected[drawn.are_sure])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nearly_all_tokens_of_peaked_scores_are_certain(name: str) -> None:
+    torch.manual_seed(0)
+    these = processors(**SETTINGS[name])
+    scores = torch.randn(200, 20_000) * 4
+    drawn, expected = both(scores, these)
+    assert drawn.are_sure.float().mean() > 0.97
+    assert torch.equal(drawn.tokens[drawn.are_sure], expected[drawn.are_sure])
+    chances = these(torch.zeros((200, 1), dtype=torch.long), scores).softmax(-1).gather(1, expected[:, None])[:, 0]
+    assert torch.allclose(drawn.probabilities[drawn.are_sure].float(), chances[drawn.are_sure], atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("at", "wanted"),
+    [
+        ({0: 1.0, 1: 1.0}, {"top_p": 0.5}),  # which of two equals is left depends on the sort
+        ({0: 1.0, 1: 1.0}, {"top_p": 0.1, "top_k": 2}),
+        ({0: 1.0, 1: math.log(0.5) + 1.0}, {"top_k": 5, "min_p": 0.5}),  # probabilities at the limit
+        ({0: math.nan}, {"top_k": 5}),
+        ({0: math.inf}, {"top_k": 5}),
+        ({-1: math.nan}, {"top_k": 5}),
+        ({}, {"top_k": 5}),  # all are equal: all are retained
+        ({}, {"top_p": 0.5}),
+    ],
+    ids=str,
+)
+def test_what_rounding_or_sorting_decides_is_never_certain(at: dict[int, float], wanted: dict[str, Any]) -> None:
+    scores = torch.full((64, VOCABULARY), -20.0 if len(at) == 2 else 0.0)
+    for token, score in at.items():
+        scores[:, token] = score
+    found = Truncation.of(processors(**wanted))
+    assert found is not None
+    noise = torch.empty_like(scores).exponential_()
+    drawn = found.draw(scores, lambda tokens: noise.gather(1, tokens))
+    assert drawn is not None
+    # Where the first of them wins in any case, nothing is in doubt.
+    doubtful = noise[:, 1] * math.e < noise[:, 0] if "min_p" in wanted else torch.ones(64, dtype=torch.bool)
+    assert doubtful.any() and not drawn.are_sure[doubtful].any()
+
+
+@pytest.mark.parametrize(
+    "these",
+    [
+        [],
+        processors(temperature=0.5),
+        [*processors(top_k=5), logits_process.TypicalLogitsWarper(0.5)],
+        [logits_process.TopKLogitsWarper(5, filter_value=-1e9)],
+        [type("Own", (logits_process.TopKLogitsWarper,), {})(5)],
+    ],
+    ids=["none", "temperature", "typical", "another filter", "derived"],
+)
+def test_other_processors_are_not_taken_for_these(these: Any) -> None:
+    assert Truncation.of(these) is None
+
+
+def test_the_order_is_that_of_generate() -> None:
+    top_k, top_p = processors(top_k=5, top_p=0.5)
+    found = Truncation.of([top_p, top_k])
+    assert found is not None and (found.top_k, found.top_p, found.count) == (5, None, 1)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Drawn]:
+    """Note what is drawn from candidates."""
+    found, draw = [], Truncation.draw
+
+    def noting(self: Truncation, scores: torch.Tensor, noise_of: Callable[..., torch.Tensor]) -> Drawn | None:
+        answer = draw(self, scores, noise_of)
+        if answer is not None:
+            found.append(answer)
+        return answer
+
+    monkeypatch.setattr(Truncation, "draw", noting)
+    return found
+
+
+def decoded(model: Any, batch: dict[str, Any], request: Any = None, **options: Any) -> Any:
+    torch.manual_seed(11)
+    asked = {"max_new_tokens": 20, "do_sample": True, "eos_token_id": None, "pad_token_id": 0, **options}
+    return model.generate(**batch, **asked, self_speculative=request)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_texts_are_those_of_plain_generate(name: str, method: str, rows: int, drawn: list[Drawn]) -> None:
+    model = enable_self_speculative(tiny_model("llama", vocab_size=VOCABULARY))
+    batch: dict[str, Any] = left_padded([14, 9, 12]) if rows > 1 else {"input_ids": prompt(14)}
+    plain = decoded(model, batch, **SETTINGS[name])
+    assert torch.equal(decoded(model, batch, METHODS[method], **SETTINGS[name]), plain) and drawn
+    state = torch.get_rng_state()
+    decoded(model, batch, **SETTINGS[name])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_not_certain_is_asked_of_transformers(
+    name: str, drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = enable_self_speculative(tiny_model("llama", vocab_size=VOCABULARY))
+    batch = left_padded([14, 9, 12])
+    plain = decoded(model, batch, **SETTINGS[name])
+    monkeypatch.setattr(module, "_APART", 0.3)
+    assert torch.equal(decoded(model, batch, OWN, **SETTINGS[name]), plain)
+    sure = torch.cat([answer.are_sure for answer in drawn])
+    assert not sure.all()
+
+
+def test_scores_that_are_requested_are_all_processed(drawn: list[Drawn]) -> None:
+    model = enable_self_speculative(tiny_model("llama", vocab_size=VOCABULARY))
+    options = {"output_scores": True, "return_dict_in_generate": True, **SETTINGS["usual"]}
+    plain = decoded(model, {"input_ids": prompt(14)}, **options)
+    found = decoded(model, {"input_ids": prompt(14)}, LOOKUP, **options)
+    assert torch.equal(found.sequences, plain.sequences) and not drawn
+    for one, other in zip(plain.scores, found.scores, strict=True):
+        assert torch.equal(one == -math.inf, other == -math.inf)
+
+
+def test_a_probability_that_is_not_a_number_fails_as_in_plain_generate() -> None:
+    model = enable_self_speculative(tiny_model("llama", vocab_size=VOCABULARY))
+    with torch.no_grad():
+        model.lm_head.weight[7] = math.nan
+    batch = {"input_ids": prompt(14)}
+    with pytest.raises(RuntimeError) as plain:
+        decoded(model, batch, **SETTINGS["usual"])
+    with pytest.raises(RuntimeError) as drafted:
+        decoded(model, batch, NOTHING, **SETTINGS["usual"])
+    assert str(drafted.value) == str(plain.value)
+
+
+def test_a_later_token_that_is_impossible_fails_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model("llama", vocab_size=VOCABULARY))
+    forward, calls = model.lm_head.forward, []
+
+    def failing(states: torch.Tensor) -> torch.Tensor:
+        calls.append(states)
+        found: torch.Tensor = forward(states)
+        return found * math.nan if len(calls) > 5 else found
+
+    monkeypatch.setattr(model.lm_head, "forward", failing)
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        decoded(model, {"input_ids": prompt(14)}, NOTHING, **SETTINGS["usual"])
