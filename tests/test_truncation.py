@@ -15,6 +15,7 @@ from transformers.generation import logits_process
 
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.decoding import truncation as module
+from ssd_generation.decoding.batch_rows import Rows
 from ssd_generation.decoding.choice import winners
 from ssd_generation.decoding.truncation import Drawn, Truncation
 from tiny_models import left_padded, prompt, tiny_model
@@ -178,6 +179,20 @@ def test_texts_are_those_of_plain_generate(name: str, method: str, rows: int, dr
     state = torch.get_rng_state()
     decoded(model, batch, **SETTINGS[name])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logits_of_16_bits_are_drawn_from_as_they_are(
+    name: str, dtype: torch.dtype, drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = enable_self_speculative(tiny_model("llama", vocab_size=VOCABULARY).to(dtype))
+    options = {**SETTINGS[name], "num_return_sequences": 3}
+    found = decoded(model, {"input_ids": prompt(14)}, NOTHING, **options)
+    assert len(drawn) == 19
+    # The same passes: those of plain `generate` round differently.
+    monkeypatch.setattr(Rows, "truncates", False)
+    assert torch.equal(decoded(model, {"input_ids": prompt(14)}, NOTHING, **options), found) and len(drawn) == 19
 
 
 @pytest.mark.parametrize("name", SETTINGS)

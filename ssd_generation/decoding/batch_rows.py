@@ -175,7 +175,7 @@ class Rows:
 
         Args:
             logits (`torch.FloatTensor` of shape `(B, n, V)`): the model's, from a verification pass; written into if
-                there are other processors.
+                there are other processors, and else of any type.
 
         Returns:
             The tokens, and a function that returns the scores `(B, V)` of the first places.
@@ -185,11 +185,11 @@ class Rows:
         scores = self._before.block(self.tokens, self.lengths, self.pending, logits)
 
         def truncated(some: torch.Tensor) -> torch.Tensor:
-            return self._truncating.once(self.pending[:1].expand(len(some), 1), some)
+            return self._truncating.once(self.pending[:1].expand(len(some), 1), some.float())
 
         drawn = choice.draw(truncation, scores, steps)
         if drawn is None:
-            found = choice.choose(truncated(scores.flatten(0, 1)).view_as(scores), steps)
+            found = choice.choose(truncated(scores.flatten(0, 1)).view(scores.shape), steps)
             return found, lambda: truncated(scores[:, 0])
         found = drawn.tokens.view(scores.shape[:2])
         unsure: list[list[int]] = (~drawn.are_sure).view(scores.shape[:2]).nonzero().tolist()

@@ -130,7 +130,7 @@ class SampledChoice(Choice):
         """Implement `Choice.choose`."""
         count = scores.shape[1]
         self._dtype = scores.dtype
-        self._draw_again_if_other(min(steps), scores)
+        self._draw_again_if_other(min(steps), scores.dtype, scores.shape[2])
         self.draw_up_to(max(steps) + count, scores.shape[2])
         race = self._race = torch.softmax(scores, dim=-1, out=self._memory_for(scores))
         if len(set(steps)) == 1:
@@ -147,19 +147,19 @@ class SampledChoice(Choice):
 
         Args:
             truncation: settings of these processors.
-            scores (`torch.FloatTensor` of shape `(B, n, V)`): scores before them, on the CPU.
+            scores (`(B, n, V)`, float32 or of 16 bits): scores before them, on the CPU.
             steps: as in `choose`.
 
         Returns:
             What `Truncation.draw` does, of all B · n places.
         """
         batch, count, vocabulary = scores.shape
-        self._dtype = scores.dtype
-        self._draw_again_if_other(min(steps), scores)
+        self._dtype = torch.float32
+        self._draw_again_if_other(min(steps), self._dtype, vocabulary)
         self.draw_up_to(max(steps) + count, vocabulary)
 
         def noise_of(tokens: torch.Tensor) -> torch.Tensor:
-            found = torch.empty(tokens.shape, dtype=scores.dtype, device=scores.device)
+            found = torch.empty(tokens.shape, dtype=self._dtype, device=scores.device)
             for row, first in enumerate(steps):
                 for place in range(count):
                     at = row * count + place
@@ -257,14 +257,14 @@ class SampledChoice(Choice):
             self._drawn += 1
         return self.ring is not None
 
-    def _draw_again_if_other(self, step: int, scores: torch.Tensor) -> None:
+    def _draw_again_if_other(self, step: int, dtype: torch.dtype, vocabulary: int) -> None:
         """Discard noise that was drawn for scores of another type or vocabulary, from `step` on.
 
         `torch.multinomial` draws numbers of the type of its probabilities, and those of float64 take more random bits.
         """
         noise = self._noise.get(step)
         like = self.ring if noise is None else noise
-        if like is None or (like.dtype is scores.dtype and like.shape[-1] == scores.shape[-1]):
+        if like is None or (like.dtype is dtype and like.shape[-1] == vocabulary):
             return
         self.ring = None
         self._unused.clear()

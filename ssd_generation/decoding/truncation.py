@@ -91,16 +91,17 @@ class Truncation:
         """Draw a token for each of N places, as the processors, softmax and a race against noise do (choice.py).
 
         Args:
-            scores (`torch.FloatTensor` of shape `(N, V)`): scores before the processors.
+            scores (`(N, V)`, float32 or of 16 bits): scores before the processors, which float32 holds exactly.
             noise_of: function from tokens `(N, m)` to their noise `(N, m)`.
 
         Returns:
             `None` where the vocabulary is too small.
         """
         wanted = (self.top_k or _NUCLEUS) + _SPARE
-        if scores.dtype is not torch.float32 or scores.shape[1] < _SMALL * wanted:
+        if scores.dtype.itemsize > 4 or scores.shape[1] < _SMALL * wanted:
             return None
-        largest, tokens, bound = _largest(scores, wanted)
+        found, tokens, limit = _largest(scores, wanted)
+        largest, bound = found.float(), limit.float()
         if self.temperature is not None:
             largest, bound = largest / self.temperature, bound / self.temperature
         sure = largest[:, 0].isfinite()
@@ -137,6 +138,7 @@ class Truncation:
 
     def _mass(self, scores: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
         """Return the sum of all e^(s − largest), `(N, 1)`."""
+        scores = scores.float()
         if self.temperature is not None:
             scores = scores / self.temperature
         return (scores - largest).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
@@ -164,7 +166,7 @@ def _largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     """Find large scores by the maxima of groups: at most as many groups as scores have to be opened.
 
     Args:
-        scores (`torch.FloatTensor` of shape `(N, V)`): the scores.
+        scores: the scores, `(N, V)`.
         count: number of scores to be found.
 
     Returns:

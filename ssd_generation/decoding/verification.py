@@ -195,13 +195,14 @@ class Verifier:
         if drafted and not processors.are_blind:
             rows.write_ahead(tokens)
         truncates = outputs.keeps_nothing and rows.truncates
-        is_processed = rows.has_others if truncates else rows.has_processors
-        raw, logits = outputs.float_logits(outcome, drafted + 1, rows.device, processed=is_processed)
-        scores = logits
-        if truncates:
-            choices, first_scores = rows.choose_truncated(logits)
+        if truncates and not rows.has_others:
+            raw, scores = None, outcome.logits[:, -drafted - 1 :]
         else:
-            scores = processors.block(rows.tokens, rows.lengths, rows.pending, logits)
+            raw, scores = outputs.float_logits(outcome, drafted + 1, rows.device, processed=rows.has_processors)
+        if truncates:
+            choices, first_scores = rows.choose_truncated(scores)
+        else:
+            scores = processors.block(rows.tokens, rows.lengths, rows.pending, scores)
             choices, first_scores = rows.choose(scores), lambda: scores[:, 0]
         kept, following = accept(tokens, draft.lengths, choices)
         if padded:

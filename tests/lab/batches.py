@@ -1,10 +1,11 @@
 """Speed of batches, by the methods of this library and by plain `generate`.
 
     python -m tests.lab.batches [--model FOLDER] [--dtype bfloat16] [--rows 1 2 4 8] [--samples 8] [--new-tokens 48]
-                                               [--repeats 3] [--json]
+                                [--temperature 1] [--top-k K] [--top-p P] [--repeats 3] [--json]
 
 Built-in prompts of at most 128 tokens, padded at the left, of each category in turn; methods are interleaved. Greedy,
-or several sampled texts of each prompt in one call, as rollouts and pass@k take them, with the same seed in each call.
+or several sampled texts of each prompt in one call, as rollouts and pass@k take them, with the same seed in each call;
+without `--top-k` and `--top-p` from the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def measure_batches(
     new_tokens: int = 48,
     repeats: int = 3,
     samples: int = 0,
+    **sampling: Any,
 ) -> list[dict[str, Any]]:
     """Time whole calls of each method on batches of each size, interleaved.
 
@@ -74,7 +76,8 @@ def measure_batches(
         rows: numbers of prompts in a batch.
         new_tokens: number of new tokens of each text; end-of-sequence is off.
         repeats: timed calls of each method, after one to warm up.
-        samples: number of texts sampled for each prompt, at temperature 1; 0: one greedy text.
+        samples: number of texts sampled for each prompt; 0: one greedy text.
+        sampling: options of `generate` for samples, such as `top_p`.
 
     Returns:
         For each size: `rows`, `plain_tokens_per_second` (of all rows together, median), and by method `speedup` over
@@ -88,7 +91,7 @@ def measure_batches(
     enable_self_speculative(model)
     options = greedy_options(new_tokens)
     if samples:
-        options |= {"do_sample": True, "temperature": 1.0, "num_return_sequences": samples}
+        options |= {"do_sample": True, "num_return_sequences": samples, **sampling}
     found = []
     for count, batch in [(count, batch_of_prompts(tokenizer, count)) for count in rows]:
         compared = compare(model, batch, options, repeats, fresh=_seeded)
@@ -134,13 +137,17 @@ def main(words: Sequence[str] | None = None) -> None:
     program.add_model()
     program.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="prompts in a batch")
     program.add_argument("--samples", type=int, default=0, metavar="N", help="texts sampled for each prompt; 0: greedy")
+    program.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of samples; default 1")
+    program.add_argument("--top-k", type=int, metavar="K", help="of samples; by default the whole vocabulary")
+    program.add_argument("--top-p", type=float, metavar="P", help="of samples; by default the whole vocabulary")
     program.add_counts(new_tokens=48, repeats=3)
     program.add_json()
     arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     try:
         counts = arguments.new_tokens, arguments.repeats, arguments.samples
-        found = measure_batches(model, tokenizer, arguments.rows, *counts)
+        sampling = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p}
+        found = measure_batches(model, tokenizer, arguments.rows, *counts, **sampling)
     except ValueError as error:
         program.error(str(error))
     if arguments.json:
