@@ -159,12 +159,16 @@ class SampledChoice(Choice):
         self.draw_up_to(max(steps) + count, vocabulary)
 
         def noise_of(tokens: torch.Tensor) -> torch.Tensor:
-            found = torch.empty(tokens.shape, dtype=self._dtype, device=scores.device)
-            for row, first in enumerate(steps):
-                for place in range(count):
-                    at = row * count + place
-                    torch.index_select(self._noise[first + place][row], 0, tokens[at], out=found[at])
-            return found
+            by_row = tokens.view(batch, count, -1)
+            found = torch.empty(by_row.shape, dtype=self._dtype, device=scores.device)
+            are_level = len(set(steps)) == 1
+            for place in range(count):
+                if are_level:
+                    found[:, place] = self._noise[steps[0] + place].gather(1, by_row[:, place])
+                    continue
+                for row, first in enumerate(steps):
+                    found[row, place] = self._noise[first + place][row, by_row[row, place]]
+            return found.flatten(0, 1)
 
         return truncation.draw(scores.reshape(batch * count, vocabulary), noise_of)
 
