@@ -28,7 +28,7 @@ def _known(*names: str) -> tuple[type, ...]:
     return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
 
 
-# Processors that are functions of the scores and of constant numbers: they can be captured.
+# Processors that are functions of the scores and of constant numbers: they can be captured. None writes into its input.
 _RECORDABLE = _known(
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -140,6 +140,7 @@ class PureProcessors:
 
     Attributes:
         are_blind: whether none of them depends on the text.
+        may_write: whether one of them may write into the scores that it is given.
         setting: key of their settings where all of them are functions of tensors alone; else `None`.
         truncation: settings of the last ones, where these truncate what is sampled from; else `None`.
     """
@@ -148,6 +149,7 @@ class PureProcessors:
         self._processors = LogitsProcessorList(processors)
         self._foreign = [processor for processor in processors if is_foreign(processor)]
         self.are_blind = all(type(p) in _BLIND for p in processors)
+        self.may_write = any(type(p) not in _RECORDABLE for p in processors)
         self.setting = _setting_of(processors)
         self.truncation = Truncation.of(processors)
 

@@ -80,7 +80,7 @@ class Truncation:
                 if name != "temperature":
                     if settings.get("filter_value") != -math.inf:
                         break
-                    least.append(settings["min_tokens_to_keep"])
+                    least.append(settings.get("min_tokens_to_keep", 1))
                 found[name] = settings[name]
                 count += 1
         if not found.keys() - {"temperature"}:

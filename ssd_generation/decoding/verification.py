@@ -198,7 +198,7 @@ class Verifier:
         if truncates and not rows.has_others:
             raw, scores = None, outcome.logits[:, -drafted - 1 :]
         else:
-            raw, scores = outputs.float_logits(outcome, drafted + 1, rows.device, processed=rows.has_processors)
+            raw, scores = outputs.float_logits(outcome, drafted + 1, rows.device, processed=processors.may_write)
         if truncates:
             choices, first_scores = rows.choose_truncated(scores)
         else:
