@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason="no code can be co
 @pytest.fixture(autouse=True)
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note how many numbers the kernel draws, each time; what torch draws is asked of torch as ever."""
-    assert exponentials._is_torch_s()
+    assert exponentials._draws_as_torch()
     drawn, fill = [], exponentials._fill
 
     def noting(numbers: torch.Tensor, *others: Any) -> torch.Tensor | None:
@@ -118,20 +118,20 @@ def test_where_numbers_are_not_torchs_torch_draws_them(monkeypatch: pytest.Monke
         return state
 
     monkeypatch.setattr(exponentials, "_fill", wrong)
-    exponentials._is_torch_s.cache_clear()
+    exponentials._draws_as_torch.cache_clear()
     try:
-        assert not exponentials._is_torch_s() and same(torch.empty(FEW), *generators(1))
+        assert not exponentials._draws_as_torch() and same(torch.empty(FEW), *generators(1))
     finally:
-        exponentials._is_torch_s.cache_clear()
+        exponentials._draws_as_torch.cache_clear()
 
 
 def test_a_state_of_another_layout_is_torchs_own(monkeypatch: pytest.MonkeyPatch, by_kernel: list[int]) -> None:
     monkeypatch.setattr(exponentials, "_STATE", 5048)
-    exponentials._is_torch_s.cache_clear()
+    exponentials._draws_as_torch.cache_clear()
     try:
         assert same(torch.empty(FEW), *generators(1)) and not by_kernel
     finally:
-        exponentials._is_torch_s.cache_clear()
+        exponentials._draws_as_torch.cache_clear()
 
 
 @pytest.mark.parametrize("vocabulary", [1_500, 20_000])

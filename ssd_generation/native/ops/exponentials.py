@@ -40,7 +40,7 @@ def draw_exponentials(numbers: torch.Tensor, generator: torch.Generator) -> torc
 
     On a CPU, in float32, a kernel draws them, if it was found to draw torch's; anything else is left to torch.
     """
-    if not _draws(numbers, generator.device) or not _is_torch_s():
+    if not _takes(numbers, generator.device) or not _draws_as_torch():
         return numbers.exponential_(generator=generator)
     state = generator.get_state()
     after = _fill(numbers, state, _WINDOW)
@@ -50,7 +50,7 @@ def draw_exponentials(numbers: torch.Tensor, generator: torch.Generator) -> torc
     return numbers
 
 
-def _draws(numbers: torch.Tensor, device: torch.device) -> bool:
+def _takes(numbers: torch.Tensor, device: torch.device) -> bool:
     """Tell whether the kernel draws such numbers."""
     is_plain = numbers.dtype is torch.float32 and numbers.is_contiguous() and numbers.numel() >= _LEAST
     return is_plain and numbers.device.type == device.type == "cpu"
@@ -87,7 +87,7 @@ def _fill(numbers: torch.Tensor, state: torch.Tensor, window: int) -> torch.Tens
 
 
 @functools.cache
-def _is_torch_s() -> bool:
+def _draws_as_torch() -> bool:
     """Tell whether the kernel draws torch's numbers and leaves its state; asked once a process."""
     theirs, ours = (torch.Generator("cpu").manual_seed(0x5EED) for _ in range(2))
     try:
