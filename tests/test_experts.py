@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from lab import experts as program
+from lab.families.models import build
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.captured import expert_layers
 from ssd_generation.forward.captured.batch_invariance import NATIVE, TEXT_WIDTHS, BatchInvariance, uneven
@@ -555,3 +557,66 @@ def test_a_model_that_computes_all_experts(monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert torch.equal(found, model.generate(prompt(12), **options))
     assert rows and 12 in rows and 1 in rows  # the prompt's tokens, and single ones: not four times as many
+
+
+# --- layers that go through the chosen experts in a loop
+
+
+def looping(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Return a layer of four experts of 40 × 48; LongCat's has two more, which return their input."""
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    if family == "longcat_flash":
+        sizes: dict[str, Any] = {
+            "hidden_size": 48,
+            "expert_ffn_hidden_size": 40,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+        }
+        layer = modeling.LongcatFlashExperts(tf.LongcatFlashConfig(**{**sizes, "hidden_act": "silu", **changes}))
+    else:
+        sizes = {"num_local_experts": 4, "hidden_size": 48, "moe_intermediate_size": 40, "hidden_act": "silu"}
+        layer = modeling.Step3p7Experts(SimpleNamespace(**sizes), **{"swiglu_limit": 0.05, **changes})
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return layer.to(dtype)
+
+
+def routing(experts: int, tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return three different experts of each token, and their weights, in float32 as routers compute them."""
+    chosen = torch.stack([torch.randperm(experts)[:3] for _ in range(tokens)])
+    return chosen, torch.rand(tokens, 3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"zero_expert_num": 0}, {"hidden_act": "gelu"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_that_return_their_input(dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    layer = looping("longcat_flash", dtype, **changes)
+    forward = few_rows.forward_of_experts(layer, lambda chosen: True)
+    x, (chosen, weights) = torch.randn(6, 48).to(dtype), routing(layer.total_experts)
+    assert forward is not None
+    with torch.no_grad():
+        found, expected = forward(x, chosen, weights), run_experts(layer, x, chosen, weights)
+    assert close(found, expected) and expected.abs().max() > 1
+
+
+@pytest.mark.parametrize("limit", [None, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_with_a_clamped_gate_in_a_loop(dtype: torch.dtype, limit: float | None) -> None:
+    layer = looping("step3p7", dtype, swiglu_limit=limit)
+    kernel = native_experts(layer)
+    x, (chosen, weights) = torch.randn(6, 48).to(dtype), routing(5)  # the fifth is on another device: it adds nothing
+    assert kernel is not None and shape_of_gate(layer, 18) == (18, 40)
+    with torch.no_grad():
+        assert close(kernel(x, chosen, weights), run_experts(layer, x, chosen, weights))
+
+
+@pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
+def test_a_model_with_experts_that_return_their_input(request_: SelfSpeculativeConfig) -> None:
+    model: Any = enable_self_speculative(build("longcat_flash"))
+    layers: list[Any] = experts_of(model)
+    assert layers and all(layer.zero_expert_num for layer in layers)
+    assert len(nodes(capture_pass(model, 3, 7), run_experts)) == len(layers)
+    options: Any = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for inputs in ({"input_ids": prompt(9)}, left_padded([11, 6])):
+        plain = model.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options, self_speculative=request_), plain)

@@ -27,7 +27,7 @@ from ..cache.own_lists import new_cache
 from ..cache.prefix_cache import Recurrent, Start, States, whole_text
 from ..cache.recurrent import copied_states, has_states
 from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
-from ..forward.captured.expert_layers import experts_of, native_experts, run_experts
+from ..forward.captured.expert_layers import experts_of, native_experts, run_experts, runs_through_interface
 from ..forward.captured.prompt_passes import prompt_passes
 from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.eager.prompt_parts import read_in_parts
@@ -179,7 +179,7 @@ def _experts_by_shape(model: nn.Module) -> dict[tuple[Any, ...], list[Any]]:
     """Return the layers of experts that have JIT-compiled kernels, by the shapes of their weights."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for module in experts_of(model):
-        if native_experts(module) is not None:
+        if runs_through_interface(module) and native_experts(module) is not None:
             shapes = (tuple(tensor.shape) for tensor in module.parameters(recurse=False))
             found.setdefault((*shapes, next(module.parameters()).dtype), []).append(module)
     return found

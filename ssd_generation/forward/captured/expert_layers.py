@@ -2,14 +2,15 @@
 
 Where transformers computes experts through its interface for them, all of them have one form: matrices of all experts
 in one tensor, and a gate between the two products. Experts that a model computes itself are captured operation by
-operation, or not at all. Llama 4's code computes all of them for every token, from zeros where a token has not chosen
-an expert.
+operation, or not at all; some have the same form, and code that goes through the experts that were chosen. Llama 4's
+computes all of them for every token, from zeros where a token has not chosen an expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,14 +22,18 @@ from ...native.ops.kernels import NAMES
 from ...support.structure import modules_of
 
 __all__ = [
+    "add_unchanged",
     "computes_all_experts",
     "experts_of",
+    "form_of",
     "has_experts",
     "is_experts",
     "native_experts",
     "native_experts_of_all",
     "run_experts",
+    "runs_through_interface",
     "shape_of_gate",
+    "unchanged_from",
 ]
 
 _DEFAULT_GATE: Any = moe._default_apply_gate
@@ -38,24 +43,80 @@ _FORM = ("num_experts", "has_gate", "has_bias", "is_transposed", "down_proj")
 """Attributes of a layer of experts that runs through the interface."""
 
 
+_WITH_LOOPS = ("LongcatFlashExperts", "Step3p7Experts")
+"""Classes of transformers that have the interface's form, and call each of the chosen experts in a loop."""
+
+
+class ExpertForm(NamedTuple):
+    """How a layer's experts are stored.
+
+    Attributes:
+        has_gate: whether the first product has two halves, of which one is a gate.
+        has_bias: whether both products have a bias.
+        is_transposed: whether matrices are stored by input.
+    """
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of experts of a model that run through transformers' interface for them."""
+    """Return the layers of experts of a model that have the form of transformers' interface for them."""
     return [module for module in modules_of(model) if is_experts(module)]
 
 
 def is_experts(module: nn.Module) -> bool:
+    """Tell whether a module is a layer of experts that has the form of transformers' interface for them."""
+    has_loop = _is_of_transformers(module, *_WITH_LOOPS) and getattr(module, "down_proj", None) is not None
+    return has_loop or runs_through_interface(module)
+
+
+def runs_through_interface(module: nn.Module) -> bool:
     """Tell whether a module is a layer of experts that runs through transformers' interface for them."""
     return hasattr(type(module), "_apply_gate") and all(hasattr(module, name) for name in _FORM)
 
 
 def computes_all_experts(module: nn.Module) -> bool:
     """Tell whether a module is a layer of experts that computes all of them for every token (Llama 4)."""
-    return type(module).__name__ == "Llama4TextExperts" and type(module).__module__.startswith("transformers.")
+    return _is_of_transformers(module, "Llama4TextExperts")
+
+
+def _is_of_transformers(module: nn.Module, *names: str) -> bool:
+    return type(module).__name__ in names and type(module).__module__.startswith("transformers.")
 
 
 def has_experts(module: nn.Module) -> bool:
     """Tell whether a module is a layer of experts of either kind, of which kernels can compute the chosen ones."""
     return is_experts(module) or computes_all_experts(module)
+
+
+def form_of(module: nn.Module) -> ExpertForm:
+    """Return how the experts of a layer (`is_experts`) are stored."""
+    if not runs_through_interface(module):
+        return ExpertForm(has_gate=True, has_bias=False, is_transposed=False)
+    layer: Any = module
+    return ExpertForm(bool(layer.has_gate), bool(layer.has_bias), bool(layer.is_transposed))
+
+
+def unchanged_from(module: nn.Module) -> int | None:
+    """Return the number from which on an expert returns its input (LongCat's zero-computation experts), or `None`."""
+    layer: Any = module
+    return int(layer.num_routed_experts) if getattr(layer, "zero_expert_num", 0) else None
+
+
+def add_unchanged(
+    first: int, outputs: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Add to the outputs of a layer those of experts that return their input.
+
+    Args:
+        first: number of the first of these.
+        outputs, hidden: `(n, H)`.
+        chosen, weights: `(n, k)`, as in `run_experts`.
+    """
+    share = (weights * (chosen >= first)).sum(dim=1, keepdim=True)
+    return outputs + (hidden * share).to(outputs.dtype)
 
 
 def run_experts(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -76,29 +137,33 @@ def native_experts(
     """Build a layer of experts with JIT-compiled kernels; `None` where there are none for it.
 
     Args:
-        module: the layer, which runs through transformers' interface.
+        module: the layer (`is_experts`); experts that return their input are left out.
         activation: type of its inputs and outputs, where it is not that of the weights.
         sums: how products of bfloat16 numbers are added, as in `NativeExperts`.
     """
-    if why_not() is not None or getattr(module, "has_post_expert_norm", False) or module._is_expert_parallel:
+    is_other = getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False)
+    if why_not() is not None or is_other:
         return None
     layer: Any = module
+    form = form_of(module)
     matrices = []
-    for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
+    for name in ("gate_up_proj" if form.has_gate else "up_proj", "down_proj"):
         # Not by attribute, which may compute what an adapter or a quantiser stores.
-        held = [layer._parameters.get(name), layer._parameters.get(f"{name}_bias") if layer.has_bias else None]
-        if held[0] is None or (held[1] is None) == bool(layer.has_bias):
+        held = [layer._parameters.get(name), layer._parameters.get(f"{name}_bias") if form.has_bias else None]
+        if held[0] is None or (held[1] is None) == form.has_bias:
             return None
+        if (first := unchanged_from(module)) is not None:
+            held[0] = held[0][:first]
         matrices.append(ExpertWeights(held[0], held[1]))
     if not all(one.have_kernels() for one in matrices) or (activation or torch.float32) not in NAMES:
         return None
     up, down = matrices
-    inner, outer = (1, 2) if layer.is_transposed else (2, 1)
+    inner, outer = (1, 2) if form.is_transposed else (2, 1)
     middle = down.weight.shape[inner]
-    if up.weight.shape[0] != down.weight.shape[0] or up.weight.shape[outer] != middle * (1 + bool(layer.has_gate)):
+    if up.weight.shape[0] != down.weight.shape[0] or up.weight.shape[outer] != middle * (1 + form.has_gate):
         return None
     gate = _gate_of(layer)
-    return NativeExperts(up, down, gate, by_input=bool(layer.is_transposed), activation=activation, sums=sums)
+    return NativeExperts(up, down, gate, by_input=form.is_transposed, activation=activation, sums=sums)
 
 
 def native_experts_of_all(module: Any) -> NativeExperts | None:
@@ -123,17 +188,18 @@ def shape_of_gate(module: nn.Module, pairs: int) -> tuple[int, int] | None:
     layer: Any = module
     if _gate_of(layer) is None:
         return None
-    return pairs, int(layer.down_proj.shape[1 if layer.is_transposed else 2])
+    return pairs, int(layer.down_proj.shape[1 if form_of(module).is_transposed else 2])
 
 
 def _gate_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return what lies between the two products; `None` for a gate that has a kernel."""
-    if not layer.has_gate:
+    if not form_of(layer).has_gate:
         return layer.act_fn  # type: ignore[no-any-return]
-    is_default = type(layer)._apply_gate is _DEFAULT_GATE and "_apply_gate" not in vars(layer)
-    if is_default and _is_silu(layer.act_fn):
-        return None
-    return layer._apply_gate  # type: ignore[no-any-return]
+    own = getattr(layer, "_apply_gate", partial(_DEFAULT_GATE, layer))
+    is_default = getattr(type(layer), "_apply_gate", _DEFAULT_GATE) is _DEFAULT_GATE and "_apply_gate" not in vars(
+        layer
+    )
+    return None if is_default and _is_silu(layer.act_fn) else own
 
 
 def _is_silu(function: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from ...config import SkipConfig
 from ..structure.skip_mode import SkipMode
 from .conditions import EAGER, layers_that_attend
-from .expert_layers import experts_of, run_experts
+from .expert_layers import add_unchanged, experts_of, run_experts, unchanged_from
 from .latent_attention import EXPANSION, from_latent, into_latent
 from .pretend_cache import CannotCapture, HeldKeys
 from .recording import Recording
@@ -244,12 +244,13 @@ class ModelCalls:
         shapes = [argument.shape for argument in args if isinstance(argument, torch.Tensor)]
         if kwargs or len(args) != 3 or not _are_of_experts(shapes):
             return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
-        recording = self._recording
+        recording, (hidden, chosen, weights), first = self._recording, args, unchanged_from(module)
+        routed = weights if first is None else weights * (chosen < first)
         with torch._C.DisableTorchFunction():
-            result = torch.zeros_like(args[0])
-            made = recording.graph.call_function(run_experts, tuple(map(recording.argument, (module, *args))))
-            recording.noted(made, result)
-        return result
+            result = torch.zeros_like(hidden)
+            arguments = map(recording.argument, (module, hidden, chosen, routed))
+            recording.noted(recording.graph.call_function(run_experts, tuple(arguments)), result)
+        return result if first is None else add_unchanged(first, result, hidden, chosen, weights)
 
     def step(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make the node of a step of recurrent states (state_steps.py)."""

@@ -22,7 +22,14 @@ from ...support.model_state import Part, state_of
 from ...support.once import looking_once
 from ...support.structure import modules_of
 from ...support.tensors import place_of
-from ..captured.expert_layers import computes_all_experts, has_experts, native_experts, native_experts_of_all
+from ..captured.expert_layers import (
+    add_unchanged,
+    computes_all_experts,
+    has_experts,
+    native_experts,
+    native_experts_of_all,
+    unchanged_from,
+)
 from ..structure.linears import has_foreign, is_plain_linear
 from ..structure.skip_mode import SkipMode
 
@@ -160,7 +167,7 @@ def forward_of_experts(module: Any, fits: Callable[[torch.Tensor], bool]) -> Cal
         return None
     _, place = _held(module)
     kernel.let_go()
-    dtype = kernel.activation
+    dtype, first = kernel.activation, unchanged_from(module)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 3 and not kwargs and all(isinstance(argument, torch.Tensor) for argument in args):
@@ -172,7 +179,7 @@ def forward_of_experts(module: Any, fits: Callable[[torch.Tensor], bool]) -> Cal
                 if its_place == place:
                     output = kernel(hidden, chosen, weights)
                     del held  # not before
-                    return output
+                    return output if first is None else add_unchanged(first, output, hidden, chosen, weights)
         return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
 
     return forward

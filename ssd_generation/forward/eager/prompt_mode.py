@@ -15,7 +15,7 @@ from ...config import SkipConfig
 from ...support.machine import is_intel
 from ...support.structure import modules_of
 from ..captured.conditions import why_not_captured
-from ..captured.expert_layers import computes_all_experts, has_experts
+from ..captured.expert_layers import computes_all_experts, form_of, has_experts
 from ..captured.linear_kernels import linear_of_few_rows, onednn_takes
 from ..structure.skip_mode import SkipMode
 from .few_rows import forward_of_experts
@@ -84,9 +84,10 @@ def _experts(model: nn.Module, own_kernels: bool) -> list[tuple[nn.Module, Calla
             continue
         layer: Any = module
         dtype = layer.down_proj.dtype
-        most = _PER_EXPERT * layer.num_experts
+        most = _PER_EXPERT * len(layer.down_proj)
         if dtype is not torch.float32:
-            if own_kernels or not (computes_all_experts(module) or layer.is_transposed) or onednn_takes(dtype):
+            is_slow = computes_all_experts(module) or form_of(module).is_transposed
+            if own_kernels or not is_slow or onednn_takes(dtype):
                 continue
             most = sys.maxsize
         is_patched = "forward" in vars(module) or module._compiled_call_impl is not None
