@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +13,11 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.decoding import truncation as module
+from ssd_generation.decoding import choice, truncation
 from ssd_generation.decoding.batch_rows import Rows
-from ssd_generation.decoding.choice import winners
+from ssd_generation.decoding.choice import SampledChoice, winners
 from ssd_generation.decoding.truncation import Drawn, Truncation
+from ssd_generation.native.codegen.compiler import why_not
 from tiny_models import left_padded, prompt, tiny_model
 
 NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
@@ -32,9 +32,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "usual": {"top_k": 20, "top_p": 0.8, "temperature": 0.7, "repetition_penalty": 1.1},
     "top-p": {"top_k": 0, "top_p": 0.6, "temperature": 0.2},
     "min-p": {"top_k": 0, "min_p": 0.2, "temperature": 0.3},
+    "temperature": {"top_k": 0, "temperature": 0.8, "repetition_penalty": 1.1},
+    "nothing": {"top_k": 0},
     "all": {"top_k": 30, "top_p": 0.9, "min_p": 0.05, "temperature": 0.5, "no_repeat_ngram_size": 2},
 }
-VOCABULARY = 3_000
+VOCABULARY = 4_200
+TRUNCATING = [name for name in SETTINGS if name not in ("temperature", "nothing")]
 
 
 def processors(**wanted: Any) -> LogitsProcessorList:
@@ -51,9 +54,7 @@ def processors(**wanted: Any) -> LogitsProcessorList:
 def both(scores: torch.Tensor, these: LogitsProcessorList) -> tuple[Drawn, torch.Tensor]:
     """Draw tokens from scores `(N, V)` by both ways, with the same noise."""
     noise = torch.empty_like(scores).exponential_()
-    found = Truncation.of(these)
-    assert found is not None
-    drawn = found.draw(scores, lambda tokens: noise.gather(1, tokens))
+    drawn = Truncation.of(these).draw(scores, lambda tokens: noise.gather(1, tokens))
     assert drawn is not None
     processed = these(torch.zeros((len(scores), 1), dtype=torch.long), scores.clone())
     return drawn, winners(processed.softmax(dim=-1) / noise)
@@ -75,7 +76,7 @@ def test_certain_tokens_are_those_of_transformers(
     seed: int, spread: float, step: float, vocabulary: int, **wanted: Any
 ) -> None:
     these = processors(**wanted)
-    if Truncation.of(these) is None:
+    if Truncation.of(these).is_none:
         assert all(wanted[name] is None for name in ("top_k", "top_p", "min_p"))
         return
     torch.manual_seed(seed)
@@ -86,7 +87,7 @@ def test_certain_tokens_are_those_of_transformers(
     assert torch.equal(drawn.tokens[drawn.are_sure], expected[drawn.are_sure])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", TRUNCATING)
 def test_nearly_all_tokens_of_peaked_scores_are_certain(name: str) -> None:
     torch.manual_seed(0)
     these = processors(**SETTINGS[name])
@@ -116,10 +117,8 @@ def test_what_rounding_or_sorting_decides_is_never_certain(at: dict[int, float],
     scores = torch.full((64, VOCABULARY), -20.0 if len(at) == 2 else 0.0)
     for token, score in at.items():
         scores[:, token] = score
-    found = Truncation.of(processors(**wanted))
-    assert found is not None
     noise = torch.empty_like(scores).exponential_()
-    drawn = found.draw(scores, lambda tokens: noise.gather(1, tokens))
+    drawn = Truncation.of(processors(**wanted)).draw(scores, lambda tokens: noise.gather(1, tokens))
     assert drawn is not None
     # Where the first of them wins in any case, nothing is in doubt.
     doubtful = noise[:, 1] * math.e < noise[:, 0] if "min_p" in wanted else torch.ones(64, dtype=torch.bool)
@@ -130,35 +129,35 @@ def test_what_rounding_or_sorting_decides_is_never_certain(at: dict[int, float],
     "these",
     [
         [],
-        processors(temperature=0.5),
         [*processors(top_k=5), logits_process.TypicalLogitsWarper(0.5)],
         [logits_process.TopKLogitsWarper(5, filter_value=-1e9)],
         [type("Own", (logits_process.TopKLogitsWarper,), {})(5)],
     ],
-    ids=["none", "temperature", "typical", "another filter", "derived"],
+    ids=["none", "typical", "another filter", "derived"],
 )
 def test_other_processors_are_not_taken_for_these(these: Any) -> None:
-    assert Truncation.of(these) is None
+    found = Truncation.of(these)
+    assert found.is_none and found.count == 0
 
 
 def test_the_order_is_that_of_generate() -> None:
     top_k, top_p = processors(top_k=5, top_p=0.5)
     found = Truncation.of([top_p, top_k])
-    assert found is not None and (found.top_k, found.top_p, found.count) == (5, None, 1)
+    assert (found.top_k, found.top_p, found.count) == (5, None, 1)
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Drawn]:
-    """Note what is drawn from candidates."""
-    found, draw = [], Truncation.draw
+    """Note what is drawn without processing all scores."""
+    found, draw = [], SampledChoice.draw
 
-    def noting(self: Truncation, scores: torch.Tensor, noise_of: Callable[..., torch.Tensor]) -> Drawn | None:
-        answer = draw(self, scores, noise_of)
+    def noting(self: SampledChoice, truncation: Truncation, scores: torch.Tensor, steps: Any) -> Drawn | None:
+        answer = draw(self, truncation, scores, steps)
         if answer is not None:
             found.append(answer)
         return answer
 
-    monkeypatch.setattr(Truncation, "draw", noting)
+    monkeypatch.setattr(SampledChoice, "draw", noting)
     return found
 
 
@@ -191,7 +190,7 @@ def test_logits_of_16_bits_are_drawn_from_as_they_are(
     found = decoded(model, {"input_ids": prompt(14)}, NOTHING, **options)
     assert len(drawn) == 19
     # The same passes: those of plain `generate` round differently.
-    monkeypatch.setattr(Rows, "truncates", False)
+    monkeypatch.setattr(Rows, "may_draw", False)
     assert torch.equal(decoded(model, {"input_ids": prompt(14)}, NOTHING, **options), found) and len(drawn) == 19
 
 
@@ -202,7 +201,8 @@ def test_what_is_not_certain_is_asked_of_transformers(
     model = enable_self_speculative(tiny_model("llama", vocab_size=VOCABULARY))
     batch = left_padded([14, 9, 12])
     plain = decoded(model, batch, **SETTINGS[name])
-    monkeypatch.setattr(module, "_APART", 0.3)
+    for module in (truncation, choice):
+        monkeypatch.setattr(module, "APART", 0.3)
     assert torch.equal(decoded(model, batch, OWN, **SETTINGS[name]), plain)
     sure = torch.cat([answer.are_sure for answer in drawn])
     assert not sure.all()
@@ -242,3 +242,63 @@ def test_a_later_token_that_is_impossible_fails_as_well(monkeypatch: pytest.Monk
     monkeypatch.setattr(model.lm_head, "forward", failing)
     with pytest.raises(RuntimeError, match="probability tensor contains"):
         decoded(model, {"input_ids": prompt(14)}, NOTHING, **SETTINGS["usual"])
+
+
+# --- races among all scores
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be compiled here")
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    vocabulary=st.integers(4_096, 9_000),
+    rows=st.integers(1, 5),
+    places=st.integers(1, 3),
+    spread=st.sampled_from([0.0, 1.0, 5.0, 300.0]),
+    temperature=st.none() | st.floats(0.05, 5.0),
+    lag=st.integers(0, 2),
+)
+def test_a_kernels_race_has_the_winner_of_multinomial(
+    seed: int, dtype: torch.dtype, vocabulary: int, rows: int, places: int, spread: float, lag: int, **wanted: Any
+) -> None:
+    torch.manual_seed(seed)
+    scores = (torch.randn(rows, places, vocabulary) * spread).to(dtype)
+    scores[0, 0, 5] = -math.inf
+    these = processors(**wanted)
+    drawing = SampledChoice(rows, torch.device("cpu"))
+    steps = [lag * (row % 2) for row in range(rows)]
+    drawn = drawing.draw(Truncation.of(these), scores, steps)
+    ids = torch.zeros((rows * places, 1), dtype=torch.long)
+    expected = drawing.choose(these(ids, scores.float().flatten(0, 1)).view(scores.shape), steps).flatten()
+    drawing.end(0)
+    assert drawn is not None and torch.equal(drawn.tokens[drawn.are_sure], expected[drawn.are_sure])
+    assert drawn.are_sure.float().mean() > (0.5 if rows * places > 2 else -1)
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be compiled here")
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_race_with_a_score_that_is_no_number_is_never_certain(wrong: float) -> None:
+    scores = torch.randn(2, 1, 4_100)
+    for token in (0, 1_700, 4_099):
+        scores[1, 0, token] = wrong
+        drawing = SampledChoice(2, torch.device("cpu"))
+        drawn = drawing.draw(Truncation.of([]), scores, [0, 0])
+        drawing.end(0)
+        assert drawn is not None and drawn.are_sure.tolist() == [True, False]
+        scores[1, 0, token] = 0.0
+
+
+def test_small_vocabularies_and_other_types_are_torchs() -> None:
+    drawing = SampledChoice(1, torch.device("cpu"))
+    assert drawing.draw(Truncation.of([]), torch.randn(1, 1, 4_000), [0]) is None
+    assert drawing.draw(Truncation.of([]), torch.randn(1, 1, 5_000).double(), [0]) is None
+    drawing.end(0)
+
+
+@pytest.mark.parametrize("wanted", [{"top_p": 0.1}, {"min_p": 0.9}, {"top_p": 0.1, "min_p": 0.9}], ids=str)
+def test_more_equals_of_the_last_than_are_looked_at(wanted: dict[str, float]) -> None:
+    scores = torch.zeros((200, VOCABULARY))
+    scores[:, :8] = 0.5  # top-k retains all others as well, and top-p counts them
+    drawn, expected = both(scores, processors(top_k=22, **wanted))
+    assert torch.equal(drawn.tokens[drawn.are_sure], expected[drawn.are_sure])

@@ -124,7 +124,7 @@ class Rows:
     def draw(self, drafted: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Implement `Texts.draw`."""
         truncation, ahead = self._truncating.truncation, drafted.shape[1]
-        if truncation is None or not isinstance(self.choice, SampledChoice) or self.device.type != "cpu":
+        if truncation.is_none or not isinstance(self.choice, SampledChoice) or self.device.type != "cpu":
             return None
         scores = logits
         if len(self._before):
@@ -160,17 +160,17 @@ class Rows:
     # verification
 
     @property
-    def truncates(self) -> bool:
-        """True if `choose_truncated` can choose: the call samples by top-k, top-p or min-p, on the CPU."""
-        has_truncation = self.processors.are_pure and self._truncating.truncation is not None
-        return has_truncation and isinstance(self.choice, SampledChoice) and self.device.type == "cpu"
+    def may_draw(self) -> bool:
+        """True if `choose_drawn` can choose: the call samples on the CPU, by processors that are functions."""
+        draws = self.processors.are_pure and isinstance(self.choice, SampledChoice)
+        return draws and self.device.type == "cpu"
 
     @property
     def has_others(self) -> bool:
-        """True if other processors come before those that truncate."""
+        """True if other processors come before temperature, top-k, top-p and min-p."""
         return len(self._before) > 0
 
-    def choose_truncated(self, logits: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    def choose_drawn(self, logits: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Return the tokens `(B, n)` that plain decoding would take, without the scores of all tokens.
 
         Args:
@@ -181,7 +181,7 @@ class Rows:
             The tokens, and a function that returns the scores `(B, V)` of the first places.
         """
         choice, truncation, steps = self.choice, self._truncating.truncation, self._steps()
-        assert isinstance(choice, SampledChoice) and truncation is not None
+        assert isinstance(choice, SampledChoice)
         scores = self._before.block(self.tokens, self.lengths, self.pending, logits)
 
         def truncated(some: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 
 import torch
 
+from ..native.codegen.compiler import why_not
 from ..native.ops.exponentials import draw_exponentials
+from ..native.ops.kernels import NAMES
+from ..native.ops.race import race
 from ..support.forks import ForkSafeRLock
 from ..support.tensors import argmax
-from .truncation import Drawn, Truncation
+from .truncation import APART, Drawn, Truncation
 
 __all__ = ["IMPOSSIBLE", "Choice", "SampledChoice", "winners"]
 
@@ -28,6 +31,9 @@ _MOST_BYTES = 2**28
 """Limit in bytes on the noise stored for the lagging rows of a batch; it bounds the lead of the others."""
 
 _LEAST_LEAD = 8
+
+_LARGE = 4096
+"""Least size of a vocabulary for which a kernel races: for fewer scores its call takes longer."""
 
 _HISTORY = 64
 """Number of committed steps whose noise can be drawn again."""
@@ -158,6 +164,9 @@ class SampledChoice(Choice):
         self._draw_again_if_other(min(steps), self._dtype, vocabulary)
         self.draw_up_to(max(steps) + count, vocabulary)
 
+        if truncation.is_none:
+            return self._race_of_all(scores, steps, 1.0 if truncation.temperature is None else truncation.temperature)
+
         def noise_of(tokens: torch.Tensor) -> torch.Tensor:
             by_row = tokens.view(batch, count, -1)
             found = torch.empty(by_row.shape, dtype=self._dtype, device=scores.device)
@@ -171,6 +180,19 @@ class SampledChoice(Choice):
             return found.flatten(0, 1)
 
         return truncation.draw(scores.reshape(batch * count, vocabulary), noise_of)
+
+    def _race_of_all(self, scores: torch.Tensor, steps: Sequence[int], temperature: float) -> Drawn | None:
+        """Draw tokens from all scores by a kernel; arguments as in `draw`."""
+        batch, count, vocabulary = scores.shape
+        if vocabulary < _LARGE or scores.dtype not in NAMES or why_not() is not None:
+            return None
+        flat = scores.reshape(batch * count, vocabulary).contiguous()
+        noise = [self._noise[first + place][row] for row, first in enumerate(steps) for place in range(count)]
+        keys, tokens = race(flat, noise, temperature)
+        # Keys are rounded in proportion to their size.
+        best, second = keys.double().unbind(dim=1)
+        are_sure = best.isfinite() & (best - second > APART + best.abs() * 2.0**-22)
+        return Drawn(tokens, torch.full_like(best, torch.nan), are_sure)
 
     def choose_at(self, scores: torch.Tensor, row: int, step: int) -> torch.Tensor:
         """Return the token `()` that `choose` returns for scores `(V,)` of one place of a row."""

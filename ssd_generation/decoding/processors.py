@@ -142,7 +142,7 @@ class PureProcessors:
         are_blind: whether none of them depends on the text.
         may_write: whether one of them may write into the scores that it is given.
         setting: key of their settings where all of them are functions of tensors alone; else `None`.
-        truncation: settings of the last ones, where these truncate what is sampled from; else `None`.
+        truncation: settings of the last ones.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
@@ -155,7 +155,7 @@ class PureProcessors:
 
     def split(self) -> tuple[PureProcessors, PureProcessors]:
         """Return the processors before those that truncate, and these."""
-        count = len(self) - (0 if self.truncation is None else self.truncation.count)
+        count = len(self) - self.truncation.count
         return PureProcessors(self._processors[:count]), PureProcessors(self._processors[count:])
 
     def __len__(self) -> int:

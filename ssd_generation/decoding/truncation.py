@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.generation import logits_process
 
-__all__ = ["Drawn", "Truncation"]
+__all__ = ["APART", "Drawn", "Truncation"]
 
 _GROUPS = 2048
 _SPARE = 32
@@ -29,7 +29,7 @@ _NUCLEUS = 224
 _SMALL = 8
 """Least size of a vocabulary, relative to the tokens that are looked at, for which this is worth its calls."""
 
-_APART = 5e-5
+APART = 5e-5
 """Least difference that counts: of logarithms of probabilities, which float32 changes by less than 6e-6 (arguments of
 the exponential reach down to −88), and of sums of probabilities."""
 
@@ -51,7 +51,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Truncation:
-    """Settings of the processors that come last in a call that samples.
+    """Settings of the processors that come last in a call that samples; without any, all tokens can be drawn.
 
     Attributes:
         temperature: divisor of the scores, or `None`.
@@ -69,9 +69,14 @@ class Truncation:
     least: int
     count: int
 
+    @property
+    def is_none(self) -> bool:
+        """True if no token is left out."""
+        return self.top_k is None and self.top_p is None and self.min_p is None
+
     @classmethod
-    def of(cls, processors: Sequence[object]) -> Truncation | None:
-        """Return the settings of the last processors; `None` where these do not truncate, or in another order."""
+    def of(cls, processors: Sequence[object]) -> Truncation:
+        """Return the settings of the last processors, of those that are called in the order of `generate`."""
         found: dict[str, Any] = {}
         least, count = [1], 0
         for kind, name in reversed(_KINDS):
@@ -83,8 +88,6 @@ class Truncation:
                     least.append(settings.get("min_tokens_to_keep", 1))
                 found[name] = settings[name]
                 count += 1
-        if not found.keys() - {"temperature"}:
-            return None
         return cls(**{name: found.get(name) for _, name in _KINDS}, least=max(least), count=count)
 
     def draw(self, scores: torch.Tensor, noise_of: Callable[[torch.Tensor], torch.Tensor]) -> Drawn | None:
@@ -95,8 +98,10 @@ class Truncation:
             noise_of: function from tokens `(N, m)` to their noise `(N, m)`.
 
         Returns:
-            `None` where the vocabulary is too small.
+            `None` where the vocabulary is too small, or no token is left out.
         """
+        if self.is_none:
+            return None
         wanted = (self.top_k or _NUCLEUS) + _SPARE
         if scores.dtype.itemsize > 4 or scores.shape[1] < _SMALL * wanted:
             return None
@@ -118,20 +123,24 @@ class Truncation:
             place, place_if_last = _of_equals(largest, torch.arange(wanted, device=scores.device).expand_as(largest))
         if self.top_p is not None:
             weights = logs.exp() * possible
-            total = weights.sum(dim=1, keepdim=True) if self.top_k is not None else self._mass(scores, largest[:, :1])
+            if self.top_k is None:
+                total = self._mass(scores, largest[:, :1])
+            else:
+                total = weights.sum(dim=1, keepdim=True)
+                sure &= are_all  # else more tokens equal the last one than are looked at
             above = (weights.cumsum(dim=1) - weights) / total
             above, above_if_last = _of_equals(largest, above)
-            certain = certain & ((above_if_last < self.top_p - _APART) | (place_if_last < self.least))
-            possible = possible & ((above < self.top_p + _APART) | (place < self.least))
-            are_all |= (weights * (largest > bound[:, None])).sum(dim=1) / total[:, 0] > self.top_p + _APART
+            certain = certain & ((above_if_last < self.top_p - APART) | (place_if_last < self.least))
+            possible = possible & ((above < self.top_p + APART) | (place < self.least))
+            are_all |= (weights * (largest > bound[:, None])).sum(dim=1) / total[:, 0] > self.top_p + APART
         if self.min_p is not None:
             smallest = math.log(self.min_p) if self.min_p else -math.inf
-            certain = certain & ((logs > smallest + _APART) | (place_if_last < self.least))
-            possible = possible & ((logs > smallest - _APART) | (place < self.least))
-            are_all |= bound.double() - largest[:, 0].double() < smallest - _APART
+            certain = certain & ((logs > smallest + APART) | (place_if_last < self.least))
+            possible = possible & ((logs > smallest - APART) | (place < self.least))
+            are_all |= bound.double() - largest[:, 0].double() < smallest - APART
         race, winners = (logs - noise_of(tokens).double().log()).masked_fill_(~possible, -math.inf).topk(2)
         first = winners[:, :1]
-        sure &= are_all & certain.gather(1, first)[:, 0] & (race[:, 0] - race[:, 1] > _APART)
+        sure &= are_all & certain.gather(1, first)[:, 0] & (race[:, 0] - race[:, 1] > APART)
         logs = logs.masked_fill_(~possible, -math.inf)
         chances = (logs.gather(1, first) - logs.logsumexp(dim=1, keepdim=True)).exp()
         return Drawn(tokens.gather(1, first)[:, 0], chances[:, 0], sure)

@@ -194,13 +194,13 @@ class Verifier:
         drafted, processors = tokens.shape[1], rows.processors.pure
         if drafted and not processors.are_blind:
             rows.write_ahead(tokens)
-        truncates = outputs.keeps_nothing and rows.truncates
-        if truncates and not rows.has_others:
+        draws = outputs.keeps_nothing and rows.may_draw
+        if draws and not rows.has_others:
             raw, scores = None, outcome.logits[:, -drafted - 1 :]
         else:
             raw, scores = outputs.float_logits(outcome, drafted + 1, rows.device, processed=processors.may_write)
-        if truncates:
-            choices, first_scores = rows.choose_truncated(scores)
+        if draws:
+            choices, first_scores = rows.choose_drawn(scores)
         else:
             scores = processors.block(rows.tokens, rows.lengths, rows.pending, scores)
             choices, first_scores = rows.choose(scores), lambda: scores[:, 0]

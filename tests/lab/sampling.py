@@ -3,7 +3,7 @@
     python -m tests.lab.sampling [--vocabulary 49152 151936] [--rows 1 8 64] [--repeats 7] [--json]
 
 Random logits of 16 bits, and the noise of one step: drawn by PyTorch and by the kernel; then a token of each row by
-temperature 0.7, top-k and top-p, by transformers' processors and of candidates. Medians.
+temperature 0.7, top-k and top-p or from all, by transformers' processors and by this library. Medians.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _SETTINGS: dict[str, list[LogitsProcessor]] = {
     "top-k 20, top-p 0.8": [TopKLogitsWarper(20), TopPLogitsWarper(0.8)],
     "top-k 50": [TopKLogitsWarper(50)],
     "top-p 0.9": [TopPLogitsWarper(0.9)],
+    "all tokens": [],
 }
 
 
@@ -64,7 +65,6 @@ def measure_sampling(vocabulary: int, rows: int, repeats: int = 7) -> dict[str, 
         for name, last in _SETTINGS.items():
             pure = PureProcessors([TemperatureLogitsWarper(0.7), *last])
             truncation = pure.truncation
-            assert truncation is not None
 
             def theirs(pure: PureProcessors = pure) -> Any:
                 return choice.choose(pure.once(ids, logits[:, 0].float())[:, None], steps)
