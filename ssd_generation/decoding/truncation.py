@@ -98,10 +98,8 @@ class Truncation:
             noise_of: function from tokens `(N, m)` to their noise `(N, m)`.
 
         Returns:
-            `None` where the vocabulary is too small, or no token is left out.
+            `None` where the vocabulary is too small.
         """
-        if self.is_none:
-            return None
         wanted = (self.top_k or _NUCLEUS) + _SPARE
         if scores.dtype.itemsize > 4 or scores.shape[1] < _SMALL * wanted:
             return None
