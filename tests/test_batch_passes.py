@@ -28,9 +28,7 @@ from ssd_generation.forward.captured.passes import CapturedPasses, captured_targ
 from ssd_generation.forward.context import Context
 from ssd_generation.native import cache_table
 from ssd_generation.native.cache_table import FIELDS, HEADER, ONE_TEXT, LayerPlace, TextPlace
-from ssd_generation.native.codegen import compiler
 from ssd_generation.native.codegen.compiler import why_not
-from ssd_generation.native.ops import linear
 from ssd_generation.support.padding import padding_at_left
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import plan_passes
@@ -404,59 +402,6 @@ def test_one_row_has_a_place_whatever_else() -> None:
     assert context.places(2) == [TextPlace(0, 2, 0), TextPlace(1, 0, -2)]
     context.positions = None
     assert context.places(2) is None
-
-
-@pytest.mark.parametrize(
-    ("rows", "dtype", "exactness", "reuses", "reads", "kernel"),
-    [
-        (4, torch.bfloat16, None, False, False, "tiles"),
-        (64, torch.bfloat16, None, False, False, "tiles"),
-        (3, torch.bfloat16, None, False, False, "native"),  # not faster
-        (4, torch.float32, None, False, False, "native"),
-        (4, torch.bfloat16, "bitwise", False, False, "native"),  # a row has the bits that it has alone
-        (4, torch.bfloat16, None, True, False, "native"),  # and what a call reuses, those of any other
-        (4, torch.bfloat16, None, False, True, "native"),
-    ],
-)
-def test_amx_multiplies_for_many_texts(
-    rows: int,
-    dtype: torch.dtype,
-    exactness: str | None,
-    reuses: bool,
-    reads: bool,
-    kernel: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = model_of("llama", dtype)
-    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: reads)
-    monkeypatch.setattr(plan_passes, "bfloat16_sums", lambda many_rows: "tiles" if many_rows else "pairs")
-    plan = plan_passes.plan_passes(model, rows, exactness, reuses=reuses)
-    assert plan.batch_invariance is not None and plan.batch_invariance.linear == kernel
-    assert plan.batch_invariance.is_native
-
-
-@pytest.mark.skipif(compiler.bfloat16_sums(many_rows=True) != "tiles", reason="AMX")
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
-def test_drafts_of_many_texts_by_amx(
-    family: str, monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, int]]
-) -> None:
-    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: False)
-    made: list[str | None] = []
-    layer = linear.NativeLinear.__init__
-
-    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
-        made.append(kwargs.get("sums"))
-        layer(self, *args, **kwargs)
-
-    monkeypatch.setattr(linear.NativeLinear, "__init__", noted)
-    model, batch = model_of(family, torch.bfloat16), left_padded([21, 9, 16, 4, 20])
-    together = decoded(model, batch, request=NOTHING)
-    assert model.last_speculation.exactness == "bitwise" and (5, 1) in passes and "tiles" in made
-    for request in (LOOKUP, Lies(together), OWN, INT8):
-        assert decoded(model, batch, request=request).equal(together)
-        assert model.last_speculation.exactness == "bitwise"
-    seeded = decoded(model, batch, request=NOTHING, do_sample=True, top_k=30)
-    assert decoded(model, batch, request=Lies(seeded), do_sample=True, top_k=30).equal(seeded)
 
 
 def test_a_wider_pass_is_used_until_capturing_pays() -> None:

@@ -52,16 +52,23 @@ def threads() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiler.AMX, "0")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # results
 
 
+@pytest.mark.parametrize("amx", ["1", "0"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 8, 19])
 @pytest.mark.parametrize(("outputs", "columns"), [(1, 16), (50, 7), (37, 100), (200, 576)])
 def test_a_layer_is_as_near_to_the_true_result_as_torchs(
-    dtype: torch.dtype, rows: int, outputs: int, columns: int
+    amx: str, dtype: torch.dtype, rows: int, outputs: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(compiler.AMX, amx)
     weight, bias = random_layer(outputs, columns, dtype)
     x = torch.randn((2, rows, columns), generator=torch.Generator().manual_seed(1)).to(dtype)
     true = x.double() @ weight.double().t() + bias.double()
@@ -79,6 +86,7 @@ def test_a_layer_is_as_near_to_the_true_result_as_torchs(
 
 @settings(max_examples=40, deadline=None)
 @given(
+    amx=st.sampled_from(["1", "0"]),
     dtype=st.sampled_from(FLOATS),
     outputs=st.integers(1, 70),
     columns=st.integers(1, 150),
@@ -87,10 +95,12 @@ def test_a_layer_is_as_near_to_the_true_result_as_torchs(
     seed=st.integers(0, 99),
 )
 def test_a_row_gives_the_same_bits_whatever_else_is_in_the_pass(
-    dtype: torch.dtype, outputs: int, columns: int, rows: int, first: int, seed: int
+    amx: str, dtype: torch.dtype, outputs: int, columns: int, rows: int, first: int, seed: int
 ) -> None:
     weight, bias = random_layer(outputs, columns, dtype, seed)
-    layer = made(weight, bias)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compiler.AMX, amx)
+        layer = made(weight, bias)
     x = torch.randn((30, columns), generator=torch.Generator().manual_seed(seed)).to(dtype)
     alone = torch.cat([layer(x[row : row + 1]) for row in range(30)])
     assert torch.equal(layer(x[first : first + rows]), alone[first : first + rows])
@@ -124,7 +134,7 @@ def shorter_vectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], No
 @pytest.mark.skipif("+avx512f" not in compiler._features(), reason="AVX-512")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_processor_with_shorter_vectors_gives_the_same_bits(
-    dtype: torch.dtype, shorter_vectors: Callable[[], None]
+    dtype: torch.dtype, shorter_vectors: Callable[[], None], no_amx: None
 ) -> None:
     weight, bias = random_layer(61, 345, dtype)
     x = torch.randn(11, 345).to(dtype)
@@ -136,7 +146,9 @@ def test_a_processor_with_shorter_vectors_gives_the_same_bits(
 
 
 @pytest.mark.skipif("+avx512bf16" not in compiler._features(), reason="AVX-512's bfloat16")
-def test_the_instruction_for_pairs_gives_the_bits_of_two_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_instruction_for_pairs_gives_the_bits_of_two_multiply_adds(
+    no_amx: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight, bias = random_layer(61, 2345, torch.bfloat16)
     x = torch.randn(19, 2345).to(torch.bfloat16)
     found = []
@@ -163,18 +175,11 @@ def by_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch
     return (total + bias.float()).to(torch.bfloat16)
 
 
-@pytest.fixture
-def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(compiler.AMX, "1")
-    yield
-    kernels.kernel.cache_clear()
-
-
 @pytest.mark.skipif(not compiler.may_use_tiles(), reason="AMX")
 @pytest.mark.parametrize(
     ("outputs", "columns"), [(3, 5), (16, 32), (17, 70), (31, 130), (100, 96), (37, 2050), (300, 8200)]
 )
-def test_tiles_add_as_they_say(outputs: int, columns: int, amx: None) -> None:
+def test_tiles_add_as_they_say(outputs: int, columns: int) -> None:
     # Fewer outputs than a tile has rows, a remainder of columns, several groups of rows, blocks of columns, strips.
     weight, bias = random_layer(outputs, columns, torch.bfloat16)
     layer = made(weight, bias)
@@ -189,7 +194,7 @@ def test_tiles_add_as_they_say(outputs: int, columns: int, amx: None) -> None:
 @pytest.mark.parametrize("sums", ["pairs", "tiles"])
 @pytest.mark.parametrize("answer", [0, 22, None])
 def test_tiles_are_used_where_linux_permits_them(
-    sums: str, answer: int | None, amx: None, monkeypatch: pytest.MonkeyPatch
+    sums: str, answer: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Library:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -201,18 +206,16 @@ def test_tiles_are_used_where_linux_permits_them(
             return answer
 
     has = "+avx2,+avx512f,+amx-tile,+amx-bf16" if sums == "tiles" else "+avx2,+avx512f,-amx-tile,-amx-bf16"
+    monkeypatch.delenv(compiler.AMX, raising=False)
     monkeypatch.setattr(compiler, "_features", lambda: has)
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(ctypes, "CDLL", Library)
     compiler.may_use_tiles.cache_clear()
     try:
         permitted = "tiles" if sums == "tiles" and answer == 0 else "pairs"
-        assert compiler.bfloat16_sums() == compiler.bfloat16_sums(many_rows=True) == permitted
-        monkeypatch.delenv(compiler.AMX)
-        assert compiler.bfloat16_sums() == "pairs"
-        assert compiler.bfloat16_sums(many_rows=True) == permitted
+        assert compiler.bfloat16_sums() == permitted
         monkeypatch.setenv(compiler.AMX, "0")
-        assert compiler.bfloat16_sums() == compiler.bfloat16_sums(many_rows=True) == "pairs"
+        assert compiler.bfloat16_sums() == "pairs"
     finally:
         compiler.may_use_tiles.cache_clear()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,11 +9,10 @@ import torch
 from ..cache.recurrent import has_states
 from ..config.values import BITWISE, NUMERIC
 from ..forward.captured.any_length import windows_of
-from ..forward.captured.batch_invariance import NATIVE, TILES, WIDTHS, BatchInvariance
+from ..forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
 from ..forward.captured.conditions import why_no_batch_captured, why_not_captured
 from ..forward.cuda_graph.graph_passes import target_graphs
 from ..forward.pass_plan import PassPlan
-from ..native.codegen.compiler import bfloat16_sums
 from ..support.warn import warn_once
 from .exactness import batch_invariance_of_captured, batch_invariance_of_graphs, is_free
 from .prompt_kernels import part_of_prompts, reads_prompts
@@ -23,11 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["batch_invariance_of", "batch_invariance_to_check", "plan_passes", "runs_own_code"]
-
-
-_FEWEST_BY_TILES = 4
-"""Rows of a batch from which on passes by AMX are faster. Their bits differ from those of a single row's passes; so do
-those of any batch whose prompts torch reads together."""
 
 _TOGETHER = "the rows of a batch go through the model's own code together"
 
@@ -76,10 +69,6 @@ def plan_passes(
         is_whole = rows == 1 or not any(windows_of(model))
         part = part_of_prompts(model) if is_whole and not own_kernels else None
         prompts = part is None and reads_prompts(model, batch_invariance, reuses=True)
-    may_differ = rows >= _FEWEST_BY_TILES and exactness != BITWISE and not (reuses or prompts)
-    if may_differ and model.dtype == torch.bfloat16 and bfloat16_sums(many_rows=True) == TILES:
-        assert batch_invariance is not None
-        batch_invariance = dataclasses.replace(batch_invariance, linear=TILES)
     return PassPlan(True, rows == 1, batch_invariance, prompts, part, own_kernels, reason)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ __all__ = [
     "PROMPT_WIDTHS",
     "REPLAYED",
     "TEXT_WIDTHS",
-    "TILES",
     "WIDTHS",
     "BatchInvariance",
     "RowAttention",
@@ -45,8 +43,8 @@ __all__ = [
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 24)
 """Widths that are tried: those of rounds, and longer ones, each at most half as wide again as the one before."""
 
-NATIVE, TILES, REPLAYED = "native", "tiles", "replayed"
-"""JIT-compiled kernels; the same by AMX, whose sums of bfloat16 products have bits of their own; and CUDA graphs."""
+NATIVE, REPLAYED = "native", "replayed"
+"""JIT-compiled kernels, and CUDA graphs."""
 
 _WIDE = (*range(32, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 """Widths of passes bound by arithmetic; more tokens would not fit into the nearer caches."""
@@ -59,7 +57,6 @@ TEXT_WIDTHS = (*WIDTHS, *_WIDE)
 
 LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
     NATIVE: native_linear,
-    TILES: partial(native_linear, sums=TILES),
     "linear": lambda weight, bias: None,
     "onednn": onednn_linear,
 }
@@ -83,7 +80,7 @@ class BatchInvariance:
     @property
     def is_native(self) -> bool:
         """Tell whether JIT-compiled kernels provide it."""
-        return self.linear in (NATIVE, TILES)
+        return self.linear == NATIVE
 
     @property
     def is_replayed(self) -> bool:

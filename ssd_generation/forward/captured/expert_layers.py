@@ -131,15 +131,12 @@ def run_experts(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, w
     return type(module).forward(module, hidden, chosen, weights)  # type: ignore[no-any-return]
 
 
-def native_experts(
-    module: nn.Module, activation: torch.dtype | None = None, sums: str | None = None
-) -> NativeExperts | None:
+def native_experts(module: nn.Module, activation: torch.dtype | None = None) -> NativeExperts | None:
     """Build a layer of experts with JIT-compiled kernels; `None` where there are none for it.
 
     Args:
         module: the layer (`is_experts`); experts that return their input are left out.
         activation: type of its inputs and outputs, where it is not that of the weights.
-        sums: how products of bfloat16 numbers are added, as in `NativeExperts`.
     """
     is_other = getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False)
     if why_not() is not None or is_other:
@@ -163,7 +160,7 @@ def native_experts(
     if up.weight.shape[0] != down.weight.shape[0] or up.weight.shape[outer] != middle * (1 + form.has_gate):
         return None
     gate = _gate_of(layer)
-    return NativeExperts(up, down, gate, by_input=form.is_transposed, activation=activation, sums=sums)
+    return NativeExperts(up, down, gate, by_input=form.is_transposed, activation=activation)
 
 
 def native_experts_of_all(module: Any) -> NativeExperts | None:

@@ -38,7 +38,6 @@ from .any_length import LONGEST, PassCapture, Rewrites, WholeCapture, windows_of
 from .batch_invariance import (
     LINEARS,
     TEXT_WIDTHS,
-    TILES,
     BatchInvariance,
     RowAttention,
     live_layers_of_any_window,
@@ -461,8 +460,7 @@ class CapturedPasses:
     def _native_experts(self, module: Any, activation: torch.dtype) -> NativeExperts | None:
         """Return the kernels of a layer of experts, the same for passes of all lengths; `None` where it has none."""
         if id(module) not in self._experts:
-            by_tiles = self.batch_invariance is not None and self.batch_invariance.linear == TILES
-            self._experts[id(module)] = module, native_experts(module, activation, TILES if by_tiles else None)
+            self._experts[id(module)] = module, native_experts(module, activation)
         return self._experts[id(module)][1]
 
     def _rewrites(self, model: PreTrainedModel) -> Rewrites:

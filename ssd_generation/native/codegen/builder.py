@@ -144,9 +144,9 @@ class Module:
         """Compute a product and a sum, rounded once."""
         return self.call(b, f"llvm.fma.v{LANES}f32", FLOATS, one, other, total)
 
-    def ask_for(self, b: Any, address: Any) -> None:
-        """Prefetch a line of memory into the second-level cache."""
-        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the L1 cache; data
+    def ask_for(self, b: Any, address: Any, nearest: bool = False) -> None:
+        """Prefetch a line of memory into the second-level cache, or into the nearest one."""
+        hints = (ir.Constant(I32, hint) for hint in (0, 3 if nearest else 2, 1))  # to be read; into which cache; data
         self.call(b, "llvm.prefetch.p0", VOID, address, *hints)
 
     @staticmethod

@@ -37,8 +37,7 @@ _replaced: list[Any] = []
 """Engines that lacked a function, retained since addresses in their code may be in use."""
 
 AMX = "SSD_GENERATION_AMX"
-"""Environment variable: `1` uses AMX in all passes, though those over a single token take up to a tenth longer by it,
-`0` in none. Without it batches of several texts use AMX."""
+"""Environment variable: with `0` AMX is not used."""
 
 _X86 = ("x86_64", "amd64")
 
@@ -80,18 +79,13 @@ def registers() -> int:
     return 32 if "+avx512f" in _features() else 8
 
 
-def bfloat16_sums(many_rows: bool = False) -> str:
+def bfloat16_sums() -> str:
     """Return how products of bfloat16 numbers are added.
 
-    By AMX (`"tiles"`, in an order of its own) in passes over many rows, or in all where the environment asks for it; by
-    AVX-512's instruction for pairs of them (`"dots"`); or by two multiply-adds (`"pairs"`), which give the same bits as
-    that: Intel's processors have it at half their rate.
-
-    Args:
-        many_rows: whether the passes have so many rows that AMX is faster, and need not have the bits of others.
+    By AMX (`"tiles"`, in an order of its own); by AVX-512's instruction for pairs of them (`"dots"`); or by two
+    multiply-adds (`"pairs"`), which give the same bits as that: Intel's processors have it at half their rate.
     """
-    asked = os.environ.get(AMX)
-    if (asked == "1" or (many_rows and asked != "0")) and may_use_tiles():
+    if os.environ.get(AMX) != "0" and may_use_tiles():
         return "tiles"
     return "dots" if "+avx512bf16" in _features() and not is_intel() else "pairs"
 

@@ -64,7 +64,6 @@ class NativeExperts:
         gate: `(S, R) → (S, I)`, each row separately; `None`: silu(gate) · up of the two halves.
         by_input: whether matrices are stored as `(K, R)` and `(I, N)`.
         activation: type of inputs and outputs; `None`: that of the weights.
-        sums: how products of bfloat16 numbers are added; `None`: as `compiler.bfloat16_sums` returns it.
 
     Attributes:
         activation: type of inputs and outputs.
@@ -81,7 +80,6 @@ class NativeExperts:
         gate: Callable[[torch.Tensor], torch.Tensor] | None = None,
         by_input: bool = False,
         activation: torch.dtype | None = None,
-        sums: str | None = None,
     ) -> None:
         self.gate = gate
         self._experts = up.weight.shape[0]
@@ -89,7 +87,7 @@ class NativeExperts:
         self._name, stored = NAMES[self.activation], NAMES[up.weight.dtype]
         self._up, self._down = _Matrices.of(up, by_input), _Matrices.of(down, by_input)
         self.middle = self._down.columns
-        kind, *parts = ("columns",) if by_input else ("grouped", sums or bfloat16_sums())
+        kind, *parts = ("columns",) if by_input else ("grouped", bfloat16_sums())
         self._per_thread = 2 if by_input else 4  # items for each thread: long parts of rows are read faster
         self._grouped = kernel("experts", kind, stored, self._name, registers(), *parts)
         self._lists: dict[Any, tuple[KernelList, ...]] = {}

@@ -41,7 +41,6 @@ class NativeLinear:
         activation: type of x, which is cast where it is another, and of the result.
         scales: int8: `(N,)` float32; int4: `(N / 16, groups, 16)` float32.
         group: number of columns that share a scale under int4.
-        sums: how products of bfloat16 numbers are added; `None`: as `compiler.bfloat16_sums` returns it.
 
     Attributes:
         activation: as given.
@@ -75,7 +74,6 @@ class NativeLinear:
         activation: torch.dtype,
         scales: torch.Tensor | None = None,
         group: int = 0,
-        sums: str | None = None,
     ) -> None:
         self.activation = activation
         self.rows, columns = weight.shape
@@ -87,7 +85,7 @@ class NativeLinear:
         self.held: tuple[Any, ...] = (*tensors, self._layer)  # for as long as their addresses are used
         self._most = max(1, self.rows * self.columns // _SHARE)
         self._per_thread = 2 if weight.dtype is torch.uint8 else 4  # packed: each item prepares x first
-        self._kernel = linear_kernel(weight.dtype, activation, group, sums)
+        self._kernel = linear_kernel(weight.dtype, activation, group)
         address, how, layer = self.parts()
         self._own = record(address, how, layer, 3, 0, 4, 0)
         self._address = ctypes.addressof(self._own)
@@ -110,14 +108,13 @@ class NativeLinear:
         return y
 
 
-def linear_kernel(stored: torch.dtype, activation: torch.dtype, group: int = 0, sums: str | None = None) -> int:
+def linear_kernel(stored: torch.dtype, activation: torch.dtype, group: int = 0) -> int:
     """Return the address of the kernel of linear layers, with arguments as in `NativeLinear`.
 
     Args:
         stored: type of the weight; `torch.uint8` where it is packed.
         activation: type of inputs and outputs.
         group: number of columns that share a scale under int4.
-        sums: how products of bfloat16 numbers are added.
 
     Raises:
         RuntimeError: no code can be compiled here.
@@ -127,7 +124,7 @@ def linear_kernel(stored: torch.dtype, activation: torch.dtype, group: int = 0, 
     if stored is torch.uint8:
         return kernel("int8", NAMES[activation])
     name = "int8" if stored is torch.int8 else NAMES[stored]
-    return kernel("linear", name, NAMES[activation], registers(), sums or bfloat16_sums())
+    return kernel("linear", name, NAMES[activation], registers(), bfloat16_sums())
 
 
 def packs_int8() -> bool:
@@ -157,12 +154,11 @@ def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     )
 
 
-def native_linear(weight: torch.Tensor, bias: torch.Tensor | None, sums: str | None = None) -> Linear | None:
+def native_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
     """Build a layer of floating point weights with a JIT-compiled kernel; `None` where there is none for it.
 
     Args:
         weight: as in `NativeLinear`.
         bias: as there.
-        sums: as there.
     """
-    return NativeLinear(weight, bias, weight.dtype, sums=sums) if why_not() is None and takes(weight, bias) else None
+    return NativeLinear(weight, bias, weight.dtype) if why_not() is None and takes(weight, bias) else None

@@ -6,10 +6,9 @@ even columns of these 32 from 0 on, those at odd ones likewise (multiply-adds in
 So a row's result depends on K and nothing else: not on how many rows there are, nor on its place among them, nor on
 the threads. The bits are others than those of products_code.py.
 
-Up to 16 rows of x take about as long as one, since reading W takes most of the time. (Intel Xeon, two cores, 12 layers
-of 8,960 outputs and 1,536 columns, for 1, 8, 16 and 64 rows: 13.5, 13.3, 13.8 and 22 ms; by multiply-adds 14.6, 16.9,
-31 and 87; by torch 21, 21, 21 and 31.) In a captured pass over one token, whose work is cut into small items, tiles are
-some hundredths to a tenth slower than multiply-adds.
+Up to 16 rows of x take about as long as one, since reading W takes most of the time. A tile's 16 lines lie far apart,
+too far for the processor to foresee: lines are prefetched, and one row of x is multiplied as fast as by multiply-adds.
+(Intel Xeon, two cores, FIGURES)
 
 x is packed first: the two numbers at columns 2 j and 2 j + 1 of all rows lie next to each other, as the instruction
 needs its second factor. Rows of W are divided among threads anywhere: where fewer than 16 are left, a tile begins
@@ -44,11 +43,15 @@ _STRIP = 256
 _CONFIG = 64
 """Bytes of a configuration of tiles."""
 
-_SUMS, _X, _W = (0, 1, 2, 3), (4, 5), (6, 7)
-"""Numbers of the tiles: sums, x, and W, of which two are in turn."""
+_SUMS, _X, _W = (0, 1), (2, 3), 4
+"""Numbers of the tiles: sums and rows of x of one or two groups, and a single tile of W. Two of these at once would be
+more lines to read than the processor keeps track of."""
 
-_FOUR, _TWO = 4, 2
-"""Tiles of W that are multiplied at once: with one group of rows of x, and with two."""
+_AHEAD = 4
+"""Number of tiles between the one that is multiplied and the one that is prefetched."""
+
+_ITEM = 64
+"""Rows of W that work is divided by."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,6 @@ class _Room:
         block: columns that are packed at a time.
         size: pairs of numbers in a packed group.
         is_single: whether these are all.
-        is_one: whether all rows of x are one group.
         packed, sums, rest, outputs, config: addresses.
     """
 
@@ -70,7 +72,6 @@ class _Room:
     block: Any
     size: Any
     is_single: Any
-    is_one: Any
     packed: Any
     sums: Any
     rest: Any
@@ -82,13 +83,12 @@ class Tiles(Products):
     """bfloat16 weights and activations by AMX."""
 
     columns = _COLUMNS
-    strip = _FOUR * _TILE
+    strip = _ITEM
 
     def functions(self) -> tuple[Any, Any]:
         """Build the functions of `multiply`: products of tiles of W, and packing."""
         self._finished = self._finish_tile()
-        counts = [(_FOUR, 1), (_TWO, 1), (1, 1), (_TWO, 2), (1, 2)]
-        return {count: self._tiles(*count) for count in counts}, self._pack()
+        return {groups: self._sums_of(groups) for groups in (2, 1)}, self._pack()
 
     # ------------------------------------------------------------------------------------------------------------------
     # instructions
@@ -108,7 +108,7 @@ class Tiles(Products):
         of_rows = b.trunc(rows, I8)
         sizes = dict.fromkeys(_SUMS, (of_rows, width))
         sizes |= dict.fromkeys(_X, (ir.Constant(I8, _TILE), width))
-        sizes |= {number: (of_rows, ir.Constant(I16, 64)) for number in _W}
+        sizes[_W] = of_rows, ir.Constant(I16, 64)
         for number, (height, its_width) in sizes.items():
             b.store(its_width, self.at(b, config, integer(16 + 2 * number), I8), align=1)
             b.store(height, self.at(b, config, integer(48 + number), I8), align=1)
@@ -146,60 +146,58 @@ class Tiles(Products):
         b.ret_void()
         return function
 
-    def _tiles(self, tiles: int, groups: int) -> Any:
-        """Build the function that adds the products of some tiles' rows of W with one or two groups of rows of x.
+    def _sums_of(self, groups: int) -> Any:
+        """Build the function that adds the products of a tile's rows of W with some groups of rows of x.
 
-        Sums of the columns before are in memory, and so are those that result: of each group, tile after tile.
+        Sums of the columns before are in memory, and so are those that result.
         """
-        addresses = tiles + 2 * groups + 1
-        function = self.function(f"tiles_{tiles}_{groups}", [ADDRESS] * addresses + [I64] * 5, "noinline")
-        rows, xs = function.args[:tiles], function.args[tiles : tiles + groups]
-        of_groups, rest = function.args[tiles + groups : addresses - 1], function.args[addresses - 1]
-        stride, columns, across, height, is_first = function.args[addresses:]
+        function = self.function(f"tile_{groups}", [ADDRESS] * (2 * groups + 2) + [I64] * 5, "noinline")
+        weight, rest, *addresses = function.args[: 2 * groups + 2]
+        xs, sums = addresses[:groups], addresses[groups:]
+        stride, columns, across, height, is_first = function.args[2 * groups + 2 :]
         b = ir.IRBuilder(function.append_basic_block("entry"))
         row, of_x = b.mul(stride, integer(2)), b.mul(across, integer(4))  # bytes
-        numbers = {(at, group): _SUMS[at * groups + group] for at in range(tiles) for group in range(groups)}
-        memory = {
-            (at, group): self.at(b, of_groups[group], b.mul(across, integer(_TILE * at)), FLOAT)
-            for at, group in numbers
-        }
+        numbers = _SUMS[:groups]
         with b.if_else(b.icmp_signed("!=", is_first, integer(0))) as (first, later):
             with first:
-                for number in numbers.values():
+                for number in numbers:
                     self.call(b, "llvm.x86.tilezero", VOID, self._number(number))
             with later:
-                for which, number in numbers.items():
-                    self._load_tile(b, number, memory[which], of_x)
+                for number, place in zip(numbers, sums, strict=True):
+                    self._load_tile(b, number, place, of_x)
 
-        line = b.mul(across, integer(_TILE))
+        line, whole = b.mul(across, integer(_TILE)), b.and_(columns, integer(-_COLUMNS))
+        # From a row's end on, the lines that are prefetched are those of the tile below.
+        onward = integer(2 * _AHEAD * _COLUMNS)
+        below = b.sub(b.add(b.mul(row, integer(_TILE)), onward), b.mul(whole, integer(2)))
 
-        def add(places: list[Any], its_stride: Any, k: Any) -> None:
+        def ask_for(place: Any, k: Any) -> None:
+            is_in_row = b.icmp_signed("<", b.add(k, integer(_AHEAD * _COLUMNS)), whole)
+            ahead = self.at(b, place, b.select(is_in_row, onward, below), I8)
+            for r in range(_TILE):
+                self.ask_for(b, self.at(b, ahead, b.mul(row, integer(r)), I8), nearest=True)
+
+        def add(place: Any, its_stride: Any, k: Any) -> None:
             before = b.mul(b.sdiv(k, integer(_COLUMNS)), line)
-            for number, x in zip(_X, xs, strict=False):
-                self._load_tile(b, number, self.at(b, x, before, I32), of_x)
-            for at, place in enumerate(places):
-                of_w = _W[at % len(_W)]
-                self._load_tile(b, of_w, place, its_stride)
-                for group in range(groups):
-                    operands = numbers[at, group], of_w, _X[group]
-                    self.call(b, "llvm.x86.tdpbf16ps", VOID, *map(self._number, operands))
+            self._load_tile(b, _W, place, its_stride)
+            for number, of_group, x in zip(numbers, _X, xs, strict=False):
+                self._load_tile(b, of_group, self.at(b, x, before, I32), of_x)
+                self.call(b, "llvm.x86.tdpbf16ps", VOID, *map(self._number, (number, _W, of_group)))
 
-        whole = b.and_(columns, integer(-_COLUMNS))
         with self.loop(b, integer(0), whole, integer(_COLUMNS), []) as (k, _):
-            add([self.at(b, place, k, I16) for place in rows], row, k)
+            place = self.at(b, weight, k, I16)
+            ask_for(place, k)
+            add(place, row, k)
         with self.loop(b, whole, columns, integer(_COLUMNS), []) as (k, _):
             # What follows a row of W is no zero.
-            left, copies = b.sub(columns, k), []
-            for at, place in enumerate(rows):
-                copy = self.at(b, rest, integer(at * _TILE * _COLUMNS), I16)
-                copies.append(copy)
-                with self.loop(b, integer(0), height, integer(1), []) as (r, _):
-                    start = self.at(b, place, b.add(b.mul(r, stride), k), I16)
-                    its_copy = self.at(b, copy, b.mul(r, integer(_COLUMNS)), I16)
-                    b.store(self.load_pairs(b, start, left), its_copy, align=1)
-            add(copies, integer(2 * _COLUMNS), k)
-        for which, number in numbers.items():
-            self.call(b, "llvm.x86.tilestored64", VOID, self._number(number), memory[which], of_x)
+            left = b.sub(columns, k)
+            with self.loop(b, integer(0), height, integer(1), []) as (r, _):
+                start = self.at(b, weight, b.add(b.mul(r, stride), k), I16)
+                copy = self.at(b, rest, b.mul(r, integer(_COLUMNS)), I16)
+                b.store(self.load_pairs(b, start, left), copy, align=1)
+            add(rest, integer(2 * _COLUMNS), k)
+        for number, place in zip(numbers, sums, strict=True):
+            self.call(b, "llvm.x86.tilestored64", VOID, self._number(number), place, of_x)
         b.ret_void()
         return function
 
@@ -228,16 +226,16 @@ class Tiles(Products):
         across = least(b, rows, integer(_TILE))
         wanted = b.sdiv(b.add(rows, integer(_TILE - 1)), integer(_TILE))
         groups = least(b, wanted, integer(_GROUPS))
-        is_one = b.icmp_signed("<=", groups, integer(1))
-        block = least(b, self._up(b, columns), b.select(is_one, integer(_BLOCK_OF_ONE), integer(_BLOCK)))
+        most = b.select(b.icmp_signed("<=", groups, integer(1)), integer(_BLOCK_OF_ONE), integer(_BLOCK))
+        block = least(b, self._up(b, columns), most)
         size = b.mul(across, b.sdiv(block, integer(2)))
         is_single = b.icmp_signed("<=", columns, block)
-        places = b.select(is_single, integer(_FOUR * _TILE), integer(_STRIP))
+        places = b.select(is_single, integer(_TILE), integer(_STRIP))
         sizes = {
             # Whole vectors are stored and loaded.
             "packed": (I32, b.add(b.mul(groups, size), integer(LANES))),
             "sums": (FLOAT, b.add(b.mul(b.mul(groups, across), places), integer(LANES))),
-            "rest": (I16, integer(_FOUR * _TILE * _COLUMNS)),
+            "rest": (I16, integer(_TILE * _COLUMNS)),
             "outputs": (FLOAT, integer(_TILE * _TILE)),
             "config": (I8, integer(_CONFIG)),
         }
@@ -246,7 +244,7 @@ class Tiles(Products):
             place = b.alloca(kind, size=many)
             place.align = 64
             found[name] = b.inttoptr(b.ptrtoint(place, I64), ADDRESS)
-        return _Room(across, groups, block, size, is_single, is_one, **found)
+        return _Room(across, groups, block, size, is_single, **found)
 
     def multiply(
         self,
@@ -288,25 +286,19 @@ class Tiles(Products):
                     with b.if_then(b.not_(room.is_single)):
                         pack(its_x, groups, count, left, right)
                     rest_of_call = (its_y, count, groups), (n, until), (left, right), height
-                    with b.if_else(room.is_one) as (one, more):
-                        with one:
-                            self._range(b, tiles, room, record, layer, rest_of_call, _FOUR, 1)
-                        with more:
-                            self._range(b, tiles, room, record, layer, rest_of_call, _TWO, 2)
+                    self._range(b, tiles, room, record, layer, rest_of_call)
         self.call(b, "llvm.x86.tilerelease", VOID)
 
     def _range(
         self,
         b: Any,
-        tiles: dict[tuple[int, int], Any],
+        tiles: dict[int, Any],
         room: _Room,
         record: Any,
         layer: Layer,
         work: tuple[tuple[Any, Any, Any], tuple[Any, Any], tuple[Any, Any], Any],
-        most: int,
-        together: int,
     ) -> None:
-        """Multiply a range of rows of W, `most` tiles at a time, with all groups, `together` at a time.
+        """Multiply a range of rows of W, a tile at a time, with all groups.
 
         Outputs are written where their columns are complete.
         """
@@ -315,50 +307,32 @@ class Tiles(Products):
         last = b.select(b.icmp_signed("<", last, integer(0)), integer(0), last)
         is_first = b.zext(b.icmp_signed("==", left, integer(0)), I64)
         is_last = b.icmp_signed("==", right, layer.columns)
-        size_of_sums = b.mul(room.across, integer(most * _TILE))
-        with self.loop(b, n, until, integer(most * _TILE), []) as (at, _):
-            starts = [least(b, b.add(at, integer(_TILE * tile)), last) for tile in range(most)]
-            weights = [self.at(b, layer.weight, b.add(b.mul(start, layer.columns), left), I16) for start in starts]
-            wanted = b.sdiv(b.add(b.sub(until, at), integer(_TILE - 1)), integer(_TILE))
+        size_of_sums = b.mul(room.across, integer(_TILE))
+        with self.loop(b, n, until, integer(_TILE), []) as (at, _):
+            start = least(b, at, last)
+            weight = self.at(b, layer.weight, b.add(b.mul(start, layer.columns), left), I16)
             before = b.mul(b.mul(room.across, room.groups), b.select(room.is_single, integer(0), b.sub(at, n)))
 
-            def multiply(group: Any, some: int, at_once: int) -> None:
-                which = [b.add(group, integer(other)) for other in range(at_once)]
+            def multiply(group: Any, together: int) -> None:
+                which = [b.add(group, integer(other)) for other in range(together)]
                 xs = [self.at(b, room.packed, b.mul(one, room.size), I32) for one in which]
                 sums = [self.at(b, room.sums, b.add(before, b.mul(one, size_of_sums)), FLOAT) for one in which]
                 sizes = [layer.columns, b.sub(right, left), room.across, height, is_first]
-                b.call(tiles[some, at_once], [*weights[:some], *xs, *sums, room.rest, *sizes])
+                b.call(tiles[together], [weight, room.rest, *xs, *sums, *sizes])
                 with b.if_then(is_last):
                     for one, its_sums in zip(which, sums, strict=True):
                         first_row = b.mul(one, room.across)
                         its_y = self.at(b, y, b.mul(first_row, layer.rows), I16)
                         its_rows = least(b, b.sub(count, first_row), room.across)
-                        for tile, start in enumerate(starts[:some]):
-                            place = self.at(b, its_sums, b.mul(room.across, integer(_TILE * tile)), FLOAT)
-                            arguments = [record, place, room.outputs, its_y, start, its_rows, room.across]
-                            b.call(self._finished, arguments)
+                        arguments = [record, its_sums, room.outputs, its_y, start, its_rows, room.across]
+                        b.call(self._finished, arguments)
 
-            def some_tiles(group: Any, at_once: int) -> None:
-                sizes = [size for size in (_FOUR, _TWO, 1) if size <= most]
-
-                def choose(left_over: list[int]) -> None:
-                    if len(left_over) == 1:
-                        multiply(group, left_over[0], at_once)
-                        return
-                    with b.if_else(b.icmp_signed(">", wanted, integer(left_over[1]))) as (many, few):
-                        with many:
-                            multiply(group, left_over[0], at_once)
-                        with few:
-                            choose(left_over[1:])
-
-                choose(sizes)
-
-            pairs = b.and_(groups, integer(-together))
-            with self.loop(b, integer(0), pairs, integer(together), []) as (group, _):
-                some_tiles(group, together)
-            if together > 1:
-                with self.loop(b, pairs, groups, integer(1), []) as (group, _):
-                    some_tiles(group, 1)
+            first = integer(0)
+            for together in tiles:
+                whole = b.sub(groups, b.srem(b.sub(groups, first), integer(together)))
+                with self.loop(b, first, whole, integer(together), []) as (group, _):
+                    multiply(group, together)
+                first = whole
 
 
 def _transposed(b: Any, lines: list[Any]) -> list[Any]:
