@@ -100,7 +100,7 @@ def prompt_cost(model: PreTrainedModel) -> float:
     Args:
         model: the target model.
     """
-    described = {"what": "prompts", **describe_model(model), "prompts": 4}
+    described = {"what": "prompts", **describe_model(model), "prompts": 5}
     cost: float = cached_measurement(
         model, described, lambda: _measure(model), use=lambda found: _COST.check("The cost of a prompt", found)
     )
