@@ -195,8 +195,9 @@ class Verifier:
         if drafted and not processors.are_blind:
             rows.write_ahead(tokens)
         draws = outputs.keeps_nothing and rows.may_draw
-        if draws and not rows.has_others:
-            raw, scores = None, outcome.logits[:, -drafted - 1 :]
+        is_unprocessed = not rows.has_others if draws else rows.are_greedy and rows.device.type == "cpu"
+        if outputs.keeps_nothing and is_unprocessed:
+            raw, scores = None, outcome.logits[:, -drafted - 1 :].to(rows.device)
         else:
             raw, scores = outputs.float_logits(outcome, drafted + 1, rows.device, processed=processors.may_write)
         if draws:

@@ -255,7 +255,7 @@ class Passes:
         else:
             with self.forward.draft(context, len(ids), 1) as passes:
                 logits = passes(ids, 0)
-        argmax(logits[:, -count:].float()).tolist()
+        argmax(logits[:, -count:]).tolist()
         if self.checkpoint is not None:
             self.checkpoint.restore(self.cache)
         elif length:
