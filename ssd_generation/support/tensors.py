@@ -27,7 +27,7 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
     if scores.dtype == torch.float32:
         return torch.from_numpy(scores.numpy().argmax(axis=-1))
     rows = scores.reshape(-1, scores.shape[-1])
-    parts = [torch.from_numpy(part.float().numpy().argmax(axis=-1)) for part in rows.split(_ROWS)]
+    parts = [torch.from_numpy(part.float().numpy().argmax(axis=-1)) for part in torch.split(rows, _ROWS)]
     return torch.cat(parts).view(scores.shape[:-1])
 
 
