@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -18,6 +19,7 @@ from ssd_generation.forward.captured.batch_invariance import NATIVE, PROMPT_WIDT
 from ssd_generation.forward.captured.prompt_passes import prompt_passes
 from ssd_generation.forward.forward import Forward
 from ssd_generation.native.codegen.compiler import why_not
+from ssd_generation.native.ops.attention import attend_to_themselves
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import plan_passes, prompt_kernels
 from ssd_generation.tuning.prompt_kernels import prompt_cost, reads_prompts
@@ -264,3 +266,38 @@ def test_kernels_have_to_be_faster_each_time(
 
     monkeypatch.setattr(prompt_kernels, "_times", times)
     assert prompt_kernels._measure(tiny_model()) == cost and len(seen) == looks
+
+
+def test_the_longest_prompt_follows_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_kernels, "_times", lambda model: (0.5, 1.0, [[1.0, 1.0]]))
+    for attending, longest in ((2.0, 877), (0.5, None), (1000.0, 1)):
+        times = [[attending, attending], [1.0, 1.0]]
+        monkeypatch.setattr(prompt_kernels, "_times_of_attention", lambda model, times=times: times)
+        # 0.45 / 128 is gained for each token, 1.05 / 512² lost for each pair of tokens.
+        assert (int(prompt_kernels._measure_longest(tiny_model())) or None) == longest
+
+
+def test_longer_prompts_are_torchs(monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
+    monkeypatch.setattr(prompt_kernels, "_times", lambda model: (0.1, 1.0, [[1.0, 1.0]]))
+    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model: 50)
+    model = model_of("llama", torch.bfloat16)
+    for length, is_read in ((50, True), (51, False)):
+        generate(model, prompt(length))
+        assert bool(reads) == is_read
+        del reads[:]
+    batch = left_padded([60, 20])
+    generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
+    assert reads == []  # all rows are read in the same way
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_attention_is_timed_where_a_config_describes_it(name: str) -> None:
+    ours, torchs = prompt_kernels._times_of_attention(model_of(name, torch.bfloat16))
+    assert len(ours) == len(torchs) and all(seconds > 0 for seconds in (*ours, *torchs))
+
+
+def test_attention_outside_of_a_pass_is_torchs() -> None:
+    query, keys, values = (torch.randn(1, heads, 40, 24) for heads in (6, 2, 2))
+    found = attend_to_themselves(query.transpose(1, 2).contiguous(), keys, values)
+    expected = functional.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+    assert torch.allclose(found.transpose(1, 2), expected, atol=1e-5)

@@ -135,7 +135,10 @@ def _by_captured_passes(forward: Forward, prompts: _Prompts) -> CausalLMOutputWi
     if not forward.plan.prompts or not isinstance(cache, Cache) or RotarySwitch(forward.model):
         return None
     ids, starts, past = prompts.ids, prompts.starts, slots_of(cache)
+    longest = forward.plan.longest_prompt
     if starts is None or not (prompts.is_single or (past == 0 and positions is not None)):
+        return None
+    if longest is not None and ids.shape[1] > longest:  # padding counts, so that all rows are read in the same way
         return None
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device)[None]

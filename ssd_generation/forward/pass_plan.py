@@ -20,6 +20,7 @@ class PassPlan:
         batch_invariance: means by which the bits of a token's logits do not depend on the width of its pass; `None`:
             they may depend on it.
         prompts: whether captured passes, with the kernels used for decoding, read prompts as well.
+        longest_prompt: number of tokens up to which they do; `None`: any.
         prompt_part: number of tokens in the parts in which the model's own code reads the prompt of each text,
             beginning at multiples of it; `None`: at once. A part has the same bits whether those before it were read by
             this call or an earlier one.
@@ -32,6 +33,7 @@ class PassPlan:
     graph: bool = True
     batch_invariance: BatchInvariance | None = None
     prompts: bool = False
+    longest_prompt: int | None = None
     prompt_part: int | None = None
     own_kernels: bool = False
     rows: int = field(default=1, kw_only=True)

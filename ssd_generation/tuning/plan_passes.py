@@ -15,7 +15,7 @@ from ..forward.cuda_graph.graph_passes import target_graphs
 from ..forward.pass_plan import PassPlan
 from ..support.warn import warn_once
 from .exactness import batch_invariance_of_captured, batch_invariance_of_graphs, is_free
-from .prompt_kernels import part_of_prompts, reads_prompts
+from .prompt_kernels import longest_by_kernels, part_of_prompts, reads_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +52,9 @@ def plan_passes(
     refusal = _why_by_own_code(model, rows, exactness, returns_states)
     if is_check:
         batch_invariance = batch_invariance_to_check(model, exactness) if refusal is None else None
-        return PassPlan(refusal is None, False, batch_invariance, False, None, own_kernels, "the model is checked")
+        return PassPlan(
+            refusal is None, False, batch_invariance, own_kernels=own_kernels, reason="the model is checked"
+        )
     batch_invariance, reason = (None, refusal) if refusal is not None else batch_invariance_of(model, exactness)
     if exactness == BITWISE and reason is not None and not returns_states:
         warn_once(model, f"{type(model).__name__} cannot decode bitwise here: {reason}.")
@@ -60,7 +62,7 @@ def plan_passes(
         refusal = reason or _TOGETHER
     if refusal is not None:
         replays = rows > 1 and not (own_kernels or returns_states) and target_graphs(model, rows) is not None
-        return PassPlan(False, replays, None, False, None, own_kernels, refusal, rows=rows if replays else 1)
+        return PassPlan(False, replays, own_kernels=own_kernels, reason=refusal, rows=rows if replays else 1)
     prompts, part = reads_prompts(model, batch_invariance), None
     # A single text in float32 is plain's on all that was tried, with reused keys and values of torch's as well.
     # Recurrent states are stored between parts.
@@ -69,7 +71,8 @@ def plan_passes(
         is_whole = rows == 1 or not any(windows_of(model))
         part = part_of_prompts(model) if is_whole and not own_kernels else None
         prompts = part is None and reads_prompts(model, batch_invariance, reuses=True)
-    return PassPlan(True, rows == 1, batch_invariance, prompts, part, own_kernels, reason)
+    longest = longest_by_kernels(model) if prompts and not reuses else None
+    return PassPlan(True, rows == 1, batch_invariance, prompts, longest, part, own_kernels, reason)
 
 
 def _why_by_own_code(model: PreTrainedModel, rows: int, exactness: str | None, returns_states: bool) -> str | None:

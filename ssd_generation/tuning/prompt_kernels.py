@@ -2,8 +2,8 @@
 
 The arithmetic of linear layers and experts decides, by the JIT-compiled kernels and by torch's. It is compared on a few
 rows of each kind of matrix and on two experts, which takes a fraction of a second, once per machine. On a processor
-with AVX2 alone torch has no fast product of bfloat16 matrices, and a prompt takes a sixth of the time; with AMX torch's
-is far ahead. Where what was read is to be reused, bits count more than the time of a first reading.
+with AVX2 alone torch has no fast product of bfloat16 matrices, and a prompt takes a sixth of the time; with AMX two
+thirds. Where what was read is to be reused, bits count more than the time of a first reading.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ..forward.eager.prompt_parts import read_in_parts
 from ..forward.eager.row_by_row import has_scans_of_its_own
 from ..forward.structure.positions import cut_to_table
 from ..forward.structure.sublayers import input_device
+from ..native.ops.attention import attend_to_themselves
 from ..native.ops.linear import Linear, native_linear
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
@@ -43,7 +44,7 @@ from .measuring import describe_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PART", "part_of_prompts", "prompt_cost", "reads_prompts"]
+__all__ = ["PART", "longest_by_kernels", "part_of_prompts", "prompt_cost", "reads_prompts"]
 
 PART = 256
 """Tokens of a part of a prompt: enough for torch's fastest kernels, and few to read again after a reused prefix."""
@@ -60,6 +61,9 @@ _ROWS = 128
 
 _WORK = 2**27
 """Number of multiplications of a matrix, or of a few of its rows, that is timed."""
+
+_ATTENDED = 512
+"""Number of tokens whose attention to each other is timed."""
 
 _EXPERTS = 2
 """Number of experts that are timed."""
@@ -78,6 +82,7 @@ for one token is another."""
 _LOUDER = 2.0**20
 """Factor of states to be continued, which most of them forget within a few tokens."""
 _COST = Number(0, 1e6, "a ratio of times")
+_LENGTH = Number(0, 1e12, "a number of tokens")
 
 
 def reads_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance | None, reuses: bool = False) -> bool:
@@ -105,6 +110,54 @@ def prompt_cost(model: PreTrainedModel) -> float:
         model, described, lambda: _measure(model), use=lambda found: _COST.check("The cost of a prompt", found)
     )
     return cost
+
+
+def longest_by_kernels(model: PreTrainedModel) -> int | None:
+    """Return the length of the longest prompt that the kernels read in less time than torch; `None`: there is none.
+
+    Linear layers take time with the length of a prompt, attention with its square.
+
+    Args:
+        model: the target model, whose prompts the kernels read (`reads_prompts`).
+    """
+    described = {"what": "longest prompts", **describe_model(model), "prompts": 1}
+    longest: float = cached_measurement(
+        model, described, lambda: _measure_longest(model), use=lambda found: _LENGTH.check("The length", found)
+    )
+    return int(longest) or None
+
+
+def _measure_longest(model: PreTrainedModel) -> Any:
+    """Measure `longest_by_kernels`: a number, 0 for `None`, or a `NoisyMeasurement` of one."""
+    with torch.inference_mode():
+        *linear, times = _times(model)
+        attention = _times_of_attention(model)
+    (ours, torchs), (attending, torchs_attending) = linear, (statistics.median(found) for found in attention)
+    gain = (_PAYS * torchs - ours) / _ROWS  # for each token, and the loss for each pair
+    loss = (attending - _PAYS * torchs_attending) / _ATTENDED**2
+    return flag_if_noisy(max(1.0, gain / loss) if loss > 0 else 0.0, [*times, *attention])
+
+
+def _times_of_attention(model: PreTrainedModel) -> list[list[float]]:
+    """Return the seconds in which all layers of a model attend by the kernels and by torch's, several times.
+
+    Its config tells how many heads there are; zeros where it does not.
+    """
+    config = model.config.get_text_config(decoder=True)
+    heads, layers = (getattr(config, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
+    if type(heads) is not int or type(layers) is not int:
+        return [[0.0], [0.0]]
+    of_keys = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if type(of_keys) is not int or type(size) is not int or heads % of_keys:
+        return [[0.0], [0.0]]
+    query, keys, values = (
+        torch.randn((1, many, _ATTENDED, size), generator=_generator(), device="cpu").to(model.dtype)
+        for many in (heads, of_keys, of_keys)
+    )
+    ours = partial(attend_to_themselves, query.transpose(1, 2).contiguous(), keys, values)
+    torchs = partial(functional.scaled_dot_product_attention, query, keys, values, is_causal=True, enable_gqa=True)
+    return [[layers * seconds for seconds in _seconds(run)] for run in (ours, torchs)]
 
 
 def _measure(model: PreTrainedModel) -> Any:
