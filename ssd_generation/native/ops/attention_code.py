@@ -1,9 +1,10 @@
 """Code for attention of a few tokens of one or several texts over a KV cache, in place.
 
-Each token attends separately, head by head, over exactly the keys that it sees: so its bits depend on nothing else in
-the pass. Scores are dot products over 16 lanes, which are summed by halves; the softmax proceeds in pieces of `_PIECE`
-keys with the greatest score so far (online softmax, Milakov and Gimelshein, arXiv 1805.02867); values are added in the
-order of their slots. All intermediate results are float32.
+Each token attends separately, over exactly the keys that it sees, so its bits depend on nothing else in the pass. Heads
+of a token that share keys read them together, with the bits that each has alone. Scores are dot products over 16 lanes,
+which are summed by halves; the softmax proceeds in pieces of `_PIECE` keys with the greatest score so far (online
+softmax, Milakov and Gimelshein, arXiv 1805.02867); values are added in the order of their slots. All intermediate
+results are float32.
 
 Scores may be capped, cap · tanh(score / cap) (Gemma 2, arXiv 2408.00118), and a head may have a sink, the score of a
 key whose value is zero (gpt-oss, arXiv 2508.10925).
@@ -17,12 +18,19 @@ from llvmlite import ir
 
 from ..cache_table import FIELDS, HEADER, TEXT_FIELDS
 from ..codegen.builder import ADDRESS, FLOAT, FLOATS, I32, I64, LANES, STORED, Module, Task, integer, least, splat
+from ..codegen.compiler import registers
 
 __all__ = ["attention_module"]
 
 _PIECE = 256
-_SIDE_BY_SIDE = 8
-"""Number of vectors of a head's values that are summed at the same time."""
+_TOGETHER = 4
+"""Most heads of a token that read their keys together, where registers are many."""
+
+_KEYS = {1: 16, 2: 8, 3: 8, 4: 4}
+"""Keys whose products with the queries of so many heads are summed at the same time."""
+
+_SIDE_BY_SIDE = {1: 8, 2: 8, 3: 5, 4: 4}
+"""Vectors of the values that are summed at the same time for so many heads."""
 
 
 def _left(size: int, block: int) -> Any:
@@ -54,6 +62,8 @@ class _Attention(Module):
         self._is_capped, self._has_sinks = is_capped, has_sinks
         self._kind, self._cached_kind = STORED[activation], STORED[cached]
         self._blocks = range(0, size, LANES)
+        self._room = LANES * len(self._blocks)
+        self._most = _TOGETHER if registers() == 32 else 1
 
     def _vector(self, b: Any, address: Any, size: int, block: int, stored: str) -> Any:
         """Load numbers of a head of this size from `block` on, as float32."""
@@ -130,7 +140,8 @@ class _Attention(Module):
         Latent attention's record has in addition: the query's second part and its two strides. Its result is `(heads,
         rows, size)`.
         """
-        one, is_latent = self._one(), len(self._keys) > 1
+        is_latent = len(self._keys) > 1
+        functions = {many: self._some(many) for many in range(1, self._most + 1)}
         b, task = self.kernel()
         query, result = task.operand(b, 2), task.operand(b, 4)
         heads, shared, row_stride, head_stride = (task.field(b, at) for at in (7, 8, 9, 10))
@@ -143,22 +154,23 @@ class _Attention(Module):
         count, ahead, each, texts = self._header(b, cache)
         slot = b.add(fields[4], ahead)
         rows = task.entry(b, 0)
-        together = b.mul(rows, shared)
-        first, end = task.share(b, b.mul(rows, heads))
-        scores = b.alloca(FLOAT, size=integer(_PIECE))
-        sums = b.alloca(FLOAT, size=integer(-(-self.size // LANES) * LANES))
+        # Heads of a token that share keys are divided as equally as can be.
+        turns = b.sdiv(b.add(shared, integer(self._most - 1)), integer(self._most))
+        of_each = b.sdiv(b.add(shared, b.sub(turns, integer(1))), turns)
+        first, end = task.share(b, b.mul(b.mul(rows, b.sdiv(heads, shared)), turns))
+        scores = b.alloca(FLOAT, size=integer(_PIECE * self._most))
+        sums = b.alloca(FLOAT, size=integer(self._room * self._most))
         with self.loop(b, first, end, integer(1), []) as (item, _):
-            # Tokens of heads that share keys are consecutive.
-            of_keys, within = b.sdiv(item, together), b.srem(item, together)
-            row = b.sdiv(within, shared)
-            head = b.add(b.mul(of_keys, shared), b.srem(within, shared))
-            its_queries = [
-                self.at(b, states, b.add(b.mul(row, to_row), b.mul(head, to_head)), self._kind)
-                for states, to_row, to_head in parts
-            ]
+            before, token = b.mul(b.srem(item, turns), of_each), b.sdiv(item, turns)
+            of_keys, row = b.sdiv(token, rows), b.srem(token, rows)
+            head, many = b.add(b.mul(of_keys, shared), before), least(b, of_each, b.sub(shared, before))
+            its_queries = []
+            for states, to_row, to_head in parts:
+                place = b.add(b.mul(row, to_row), b.mul(head, to_head))
+                its_queries += [self.at(b, states, place, self._kind), to_head]
             index = b.add(b.mul(head, rows), row) if is_latent else b.add(b.mul(row, heads), head)
-            place = b.mul(index, integer(self.size))
-            its_result = self.at(b, result, place, self._kind)
+            to_next = b.mul(rows if is_latent else integer(1), integer(self.size))
+            its_result = self.at(b, result, b.mul(index, integer(self.size)), self._kind)
             # Rows that pad the pass belong to no text.
             is_token = b.icmp_signed("<", row, count)
             its_row, start, its = self._text(b, texts, each, b.select(is_token, row, integer(0)))
@@ -183,81 +195,127 @@ class _Attention(Module):
             ]
             # In latent attention the cache's keys are the values, and part of the keys; its values are the other part.
             keys, values = (held, held[0]) if is_latent else (held[:1], held[1])
-            sink = b.load(self.at(b, sinks, head, FLOAT), typ=FLOAT) if self._has_sinks else ir.Constant(FLOAT, 0.0)
-            b.call(one, [*its_queries, *keys, values, its_result, seen, scale, cap, sink, scores, sums])
+            its_sinks = self.at(b, sinks, head, FLOAT)
+            given = [*its_queries, *keys, values, its_result, to_next, seen, scale, cap, its_sinks, scores, sums]
+            done = b.append_basic_block("done")
+            choice = b.switch(many, done)
+            for number, function in functions.items():
+                block = b.append_basic_block(f"of_{number}")
+                choice.add_case(integer(number), block)
+                b.position_at_end(block)
+                b.call(function, given)
+                b.branch(done)
+            b.position_at_end(done)
         b.ret_void()
 
-    def _one(self) -> Any:
-        """Build the function for one head of one token, over `seen` keys."""
+    def _some(self, many: int) -> Any:
+        """Build the function for some heads of one token that share keys, over `seen` of these."""
         parts = len(self._keys)
-        kinds = [ADDRESS] * (2 * parts + 2) + [I64, FLOAT, FLOAT, FLOAT, ADDRESS, ADDRESS]
-        function = self.function("one", kinds, "noinline")
-        given, keys = function.args[:parts], function.args[parts : 2 * parts]
-        values, result, seen, scale, cap, sink, scores, sums = function.args[2 * parts :]
+        kinds = [ADDRESS, I64] * parts + [ADDRESS] * (parts + 2) + [I64, I64, FLOAT, FLOAT, ADDRESS, ADDRESS, ADDRESS]
+        function = self.function(f"heads_{many}", kinds, "noinline")
+        given, keys = function.args[: 2 * parts], function.args[2 * parts : 3 * parts]
+        values, result, to_next, seen, scale, cap, sinks, scores, sums = function.args[3 * parts :]
         b = ir.IRBuilder(function.append_basic_block("entry"))
+        heads = range(many)
         queries = [
-            [self._vector(b, query, size, block, self.activation) for block in range(0, size, LANES)]
-            for query, size in zip(given, self._keys, strict=True)
+            [
+                [self._vector(b, place, size, block, self.activation) for block in range(0, size, LANES)]
+                for place in (self.at(b, query, b.mul(stride, integer(head)), self._kind) for head in heads)
+            ]
+            for query, stride, size in zip(given[::2], given[1::2], self._keys, strict=True)
         ]
         scales, caps = self.spread(b, scale), self.spread(b, cap)
         zeros, least_of_all = splat(FLOAT, 0.0), splat(FLOAT, float("-inf"))
-        for block in self._blocks:
-            b.store(zeros, self.at(b, sums, integer(block), FLOAT), align=4)
-        carried = [least_of_all, zeros]  # the greatest score so far, in all lanes; sums of weights, by lanes
-        if self._has_sinks:  # its weight relative to the greatest score so far, its own, is 1
+        its_scores = [self.at(b, scores, integer(_PIECE * head), FLOAT) for head in heads]
+        its_sums = [self.at(b, sums, integer(self._room * head), FLOAT) for head in heads]
+        for place in its_sums:
+            for block in self._blocks:
+                b.store(zeros, self.at(b, place, integer(block), FLOAT), align=4)
+        # By head, the greatest score so far, in all lanes; then sums of weights, by lanes.
+        carried = [least_of_all] * many + [zeros] * many
+        if self._has_sinks:  # the weight of a sink relative to the greatest score so far, its own, is 1
             weight = b.insert_element(zeros, ir.Constant(FLOAT, 1.0), integer(0))
-            carried = [self.spread(b, sink), weight]
+            of_heads = [b.load(self.at(b, sinks, integer(head), FLOAT), typ=FLOAT) for head in heads]
+            carried = [self.spread(b, sink) for sink in of_heads] + [weight] * many
         with self.loop(b, integer(0), seen, integer(_PIECE), carried) as (piece, state):
             count = least(b, b.sub(seen, piece), integer(_PIECE))
             *its_keys, its_values = (
                 self.at(b, address, b.mul(piece, integer(size)), self._cached_kind)
                 for address, size in zip((*keys, values), (*self._keys, self.size), strict=True)
             )
-            most = [least_of_all]
+            most = [least_of_all] * many
             with self.loop(b, integer(0), count, integer(LANES), most) as (k, found):
-                score = b.fmul(self._scores(b, queries, its_keys, k, count), scales)
-                if self._is_capped:
-                    score = b.fmul(self.tanh(b, b.fdiv(score, caps)), caps)
-                score = b.select(self._first(b, b.sub(count, k)), score, least_of_all)
-                b.store(score, self.at(b, scores, k, FLOAT), align=4)
-                found[0] = b.select(b.fcmp_ordered(">", score, found[0]), score, found[0])
-            greatest, before = self.spread(b, self.greatest(b, most[0])), state[0]
-            greatest = b.select(b.fcmp_ordered(">", greatest, before), greatest, before)
-            smaller = self.exp(b, b.fsub(before, greatest))
-            total = [b.fmul(state[1], smaller)]
-            with self.loop(b, integer(0), count, integer(LANES), total) as (k, found):
-                place = self.at(b, scores, k, FLOAT)
-                weight = self.exp(b, b.fsub(b.load(place, typ=FLOATS, align=4), greatest))
-                weight = b.select(self._first(b, b.sub(count, k)), weight, zeros)
-                b.store(weight, place, align=4)
-                found[0] = b.fadd(found[0], weight)
-            self._add_values(b, scores, its_values, count, smaller, sums)
-            state[:] = [greatest, total[0]]
-        whole = self.spread(b, self.sum(b, carried[1]))
+                for head, products in enumerate(self._scores(b, queries, its_keys, k, count)):
+                    score = b.fmul(products, scales)
+                    if self._is_capped:
+                        score = b.fmul(self.tanh(b, b.fdiv(score, caps)), caps)
+                    score = b.select(self._first(b, b.sub(count, k)), score, least_of_all)
+                    b.store(score, self.at(b, its_scores[head], k, FLOAT), align=4)
+                    found[head] = b.select(b.fcmp_ordered(">", score, found[head]), score, found[head])
+            smaller = []
+            for head in heads:
+                greatest, before = self.spread(b, self.greatest(b, most[head])), state[head]
+                greatest = b.select(b.fcmp_ordered(">", greatest, before), greatest, before)
+                smaller.append(self.exp(b, b.fsub(before, greatest)))
+                state[head] = greatest
+            totals = [b.fmul(state[many + head], smaller[head]) for head in heads]
+            with self.loop(b, integer(0), count, integer(LANES), totals) as (k, found):
+                for head in heads:
+                    place = self.at(b, its_scores[head], k, FLOAT)
+                    weight = self.exp(b, b.fsub(b.load(place, typ=FLOATS, align=4), state[head]))
+                    weight = b.select(self._first(b, b.sub(count, k)), weight, zeros)
+                    b.store(weight, place, align=4)
+                    found[head] = b.fadd(found[head], weight)
+            self._add_values(b, its_scores, its_values, count, smaller, its_sums)
+            state[many:] = totals
         nothing = b.icmp_signed("<", seen, integer(1))
-        for block in self._blocks:
-            quotient = b.fdiv(b.load(self.at(b, sums, integer(block), FLOAT), typ=FLOATS, align=4), whole)
-            quotient = b.select(nothing, zeros, quotient)
-            place = self.at(b, result, integer(block), self._kind)
-            self.store_many(b, quotient, place, _left(self.size, block) or integer(LANES))
+        for head in heads:
+            whole = self.spread(b, self.sum(b, carried[many + head]))
+            its_result = self.at(b, result, b.mul(to_next, integer(head)), self._kind)
+            for block in self._blocks:
+                place = self.at(b, its_sums[head], integer(block), FLOAT)
+                quotient = b.fdiv(b.load(place, typ=FLOATS, align=4), whole)
+                quotient = b.select(nothing, zeros, quotient)
+                place = self.at(b, its_result, integer(block), self._kind)
+                self.store_many(b, quotient, place, _left(self.size, block) or integer(LANES))
         b.ret_void()
         return function
 
-    def _scores(self, b: Any, queries: list[list[Any]], keys: list[Any], k: Any, count: Any) -> Any:
-        """Compute 16 dot products with keys from slot k on; beyond `count`, that of the last key again."""
-        last = b.sub(count, integer(1))
-        sums = [splat(FLOAT, 0.0)] * LANES
-        for vectors, address, size in zip(queries, keys, self._keys, strict=True):
-            rows = [
-                self.at(b, address, b.mul(least(b, b.add(k, integer(j)), last), integer(size)), self._cached_kind)
-                for j in range(LANES)
-            ]
-            for block, query in zip(range(0, size, LANES), vectors, strict=True):
-                for j, row in enumerate(rows):
-                    sums[j] = self.fma(b, self._vector(b, row, size, block, self.cached), query, sums[j])
-        # Sum the lanes of each by halves: each step merges two vectors into one.
-        width = LANES
-        while width > 1:
+    def _scores(self, b: Any, queries: list[list[list[Any]]], keys: list[Any], k: Any, count: Any) -> list[Any]:
+        """Compute each head's dot products with 16 keys from slot k on; beyond `count`, that of the last key again.
+
+        Args:
+            b: builder.
+            queries: by part of the keys and by head, the query's vectors.
+            keys: by part, the address of the first key.
+            k: the first of the 16.
+            count: number of keys.
+        """
+        last, many = b.sub(count, integer(1)), len(queries[0])
+        found: list[list[Any]] = [[] for _ in range(many)]
+        for first in range(0, LANES, _KEYS[many]):
+            its_keys = range(first, first + _KEYS[many])
+            sums = [[splat(FLOAT, 0.0)] * len(its_keys) for _ in range(many)]
+            for of_heads, address, size in zip(queries, keys, self._keys, strict=True):
+                rows = [
+                    self.at(b, address, b.mul(least(b, b.add(k, integer(j)), last), integer(size)), self._cached_kind)
+                    for j in its_keys
+                ]
+                for at, block in enumerate(range(0, size, LANES)):
+                    for j, row in enumerate(rows):
+                        key = self._vector(b, row, size, block, self.cached)
+                        for head, vectors in enumerate(of_heads):
+                            sums[head][j] = self.fma(b, key, vectors[at], sums[head][j])
+            for head in range(many):
+                found[head] += self._merged(b, sums[head], LANES, LANES // len(its_keys))
+        lanes = ir.Constant(ir.VectorType(I32, LANES), self._order())
+        sums_of_heads = [self._merged(b, vectors, len(vectors), 1)[0] for vectors in found]
+        return [b.shuffle_vector(one, one, lanes) for one in sums_of_heads]
+
+    @staticmethod
+    def _merged(b: Any, sums: list[Any], width: int, lanes: int) -> list[Any]:
+        """Sum the lanes of each key by halves, from `width` to `lanes` of them: a step merges two vectors into one."""
+        while width > lanes:
             half = width // 2
             picks = [
                 [
@@ -273,8 +331,7 @@ class _Attention(Module):
                 for one, other in zip(sums[::2], sums[1::2], strict=True)
             ]
             width = half
-        order = self._order()
-        return b.shuffle_vector(sums[0], sums[0], ir.Constant(ir.VectorType(I32, LANES), order))
+        return sums
 
     @staticmethod
     def _order() -> list[int]:
@@ -295,18 +352,27 @@ class _Attention(Module):
             width = half
         return [lanes[0].index(j) for j in range(LANES)]
 
-    def _add_values(self, b: Any, weights: Any, values: Any, count: Any, smaller: Any, sums: Any) -> None:
-        """Multiply the sums by `smaller`, and add weight · value in the order of the slots."""
-        for first in range(0, len(self._blocks), _SIDE_BY_SIDE):
-            blocks = self._blocks[first : first + _SIDE_BY_SIDE]
-            places = [self.at(b, sums, integer(block), FLOAT) for block in blocks]
-            totals = [b.fmul(b.load(place, typ=FLOATS, align=4), smaller) for place in places]
+    def _add_values(
+        self, b: Any, weights: list[Any], values: Any, count: Any, smaller: list[Any], sums: list[Any]
+    ) -> None:
+        """Multiply each head's sums by `smaller`, and add weight · value in the order of the slots."""
+        together = _SIDE_BY_SIDE[len(sums)]
+        for first in range(0, len(self._blocks), together):
+            blocks = self._blocks[first : first + together]
+            places = [self.at(b, its_sums, integer(block), FLOAT) for its_sums in sums for block in blocks]
+            factors = [factor for factor in smaller for _ in blocks]
+            totals = [
+                b.fmul(b.load(place, typ=FLOATS, align=4), factor)
+                for place, factor in zip(places, factors, strict=True)
+            ]
             with self.loop(b, integer(0), count, integer(1), totals) as (k, carried):
-                weight = self.spread(b, b.load(self.at(b, weights, k, FLOAT), typ=FLOAT))
+                of_heads = [self.spread(b, b.load(self.at(b, one, k, FLOAT), typ=FLOAT)) for one in weights]
                 row = self.at(b, values, b.mul(k, integer(self.size)), self._cached_kind)
                 for n, block in enumerate(blocks):
                     value = self._vector(b, row, self.size, block, self.cached)
-                    carried[n] = self.fma(b, value, weight, carried[n])
+                    for head, weight in enumerate(of_heads):
+                        at = head * len(blocks) + n
+                        carried[at] = self.fma(b, value, weight, carried[at])
             for place, total in zip(places, totals, strict=True):
                 b.store(total, place, align=4)
 
