@@ -20,6 +20,7 @@ from ssd_generation.forward.captured.prompt_passes import prompt_passes
 from ssd_generation.forward.forward import Forward
 from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.native.ops.attention import attend_to_themselves
+from ssd_generation.support.measurements import NoisyMeasurement
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import plan_passes, prompt_kernels
 from ssd_generation.tuning.prompt_kernels import prompt_cost, reads_prompts
@@ -275,6 +276,8 @@ def test_the_longest_prompt_follows_from_times(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(prompt_kernels, "_times_of_attention", lambda model, times=times: times)
         # 0.45 / 128 is gained for each token, 1.05 / 512² lost for each pair of tokens.
         assert (int(prompt_kernels._measure_longest(tiny_model())) or None) == longest
+    monkeypatch.setattr(prompt_kernels, "_times", lambda model: (2.0, 1.0, [[1.0, 1.0]]))
+    assert isinstance(prompt_kernels._measure_longest(tiny_model()), NoisyMeasurement)  # and so not stored
 
 
 def test_longer_prompts_are_torchs(monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
