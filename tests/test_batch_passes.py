@@ -404,6 +404,21 @@ def test_one_row_has_a_place_whatever_else() -> None:
     assert context.places(2) is None
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
+def test_drafts_of_many_texts_in_half_precision(
+    family: str, monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: False)
+    model, batch = model_of(family, torch.bfloat16), left_padded([21, 9, 16, 4, 20])
+    together = decoded(model, batch, request=NOTHING)
+    assert model.last_speculation.exactness == "bitwise" and (5, 1) in passes
+    for request in (LOOKUP, Lies(together), OWN, INT8):
+        assert decoded(model, batch, request=request).equal(together)
+        assert model.last_speculation.exactness == "bitwise"
+    seeded = decoded(model, batch, request=NOTHING, do_sample=True, top_k=30)
+    assert decoded(model, batch, request=Lies(seeded), do_sample=True, top_k=30).equal(seeded)
+
+
 def test_a_wider_pass_is_used_until_capturing_pays() -> None:
     batch = left_padded([21, 9, 16, 4, 20, 7])
     model, other = model_of("llama"), model_of("llama")

@@ -150,8 +150,8 @@ def _times_of_attention(model: PreTrainedModel) -> list[list[float]]:
     if type(heads) is not int or type(layers) is not int:
         return [[0.0], [0.0]]
     of_keys = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if type(of_keys) is not int or type(size) is not int or heads % of_keys:
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    if type(of_keys) is not int or type(size) is not int or not size or heads % of_keys:
         return [[0.0], [0.0]]
     query, keys, values = (
         torch.randn((1, many, _ATTENDED, size), generator=_generator(), device="cpu").to(model.dtype)

@@ -154,7 +154,7 @@ class _Digits(Module):
                 for t, (stream, its_block) in enumerate(zip(streams, its_blocks, strict=True)):
                     weights = self.at(b, stream, b.mul(k, integer(self.bytes_of_block // COLUMNS)), I8)
                     for line in range(0, self.bytes_of_block, 64):
-                        self._ask_for(b, self.at(b, weights, integer(_AHEAD + line), I8))
+                        self.ask_for(b, self.at(b, weights, integer(_AHEAD + line), I8))
                     lines = range(0, self.bytes_of_block, 64)
                     words = [b.load(self.at(b, weights, integer(line), I8), typ=INTS, align=1) for line in lines]
                     begins = [
@@ -247,11 +247,6 @@ class _Digits(Module):
     def scaled_rows(self, b: Any, layer: Layer, sums: Any, row: Any) -> Any:
         """Scale the sums of 16 rows of W from this one on, where a row has one scale."""
         return sums
-
-    def _ask_for(self, b: Any, address: Any) -> None:
-        """Prefetch a line of memory into the second-level cache."""
-        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the L1 cache; data
-        self.call(b, "llvm.prefetch.p0", ir.VoidType(), address, *hints)
 
 
 class Integers(_Digits):
