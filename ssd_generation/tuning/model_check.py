@@ -423,13 +423,14 @@ def _difference(
     # A GPU's product of a dozen rows adds up in another order than one of two: the more, the larger the matrices are.
     if apart <= allowed(_TOLERANCE_HALF, rounding(1 + _WIDE).median(dim=0).values.max()):
         return None
-    if apart > allowed(_TOLERANCE_HALF, _moved_by_rounding(model, text).median(dim=0).values.max()):
+    moved = _moved_by_rounding(model, text).median(dim=0).values.max()
+    if apart > allowed(_TOLERANCE_HALF, moved):
         return reason
     # On some processors torch rounds a single row differently from the same row next to others, whatever these are.
     # Then this library's own passes over one token are the ones to compare with.
     alone = decode(text.without_drafts(), True, lockstep).logits
     by_width = distances(alone, drafted).median(dim=0).values.max()
-    return None if by_width <= _TOLERANCE_HALF else reason
+    return None if by_width <= min(max(_TOLERANCE_HALF, float(moved)), _MOST_HALF) else reason
 
 
 def _moved_by_rounding(model: PreTrainedModel, text: ForcedText) -> torch.Tensor:
