@@ -59,12 +59,14 @@ def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Set whether the decoding kernels read prompts, so that no test depends on what is faster on this machine."""
     reads: bool = request.param
     monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: reads)
+    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model: None)
     return reads
 
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: True)
+    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model: None)
 
 
 @pytest.fixture
@@ -242,23 +244,25 @@ def test_rows_are_aligned_for_a_pass_of_the_models_own_code(after: int, monkeypa
 
 def test_equal_prompts_are_read_once(by_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = model_of("llama", torch.bfloat16), prompt(30)
-    written: list[TextPlace] = []
+    written: list[list[TextPlace]] = []
     write = CapturedPasses.write
 
-    def noted(self: Any, cache: Any, ids: Any, positions: Any, text: TextPlace, known: int = 0) -> bool:
-        written.append(text)
-        return write(self, cache, ids, positions, text, known)
+    def noted(self: Any, cache: Any, ids: Any, positions: Any, places: list[TextPlace]) -> bool:
+        written.append(places)
+        return write(self, cache, ids, positions, places)
 
     monkeypatch.setattr(CapturedPasses, "write", noted)
     options = {"num_return_sequences": 4, "do_sample": True, "top_k": 20}
     several = decoded(model, {"input_ids": ids}, request=NOTHING, **options)
-    assert written == [(0, 0, 0)]
+    once = [(0, 0, slot) for slot in range(29)]
+    assert written == [once]
     written.clear()
     assert decoded(model, {"input_ids": ids.repeat(4, 1)}, request=NOTHING, do_sample=True, top_k=20).equal(several)
-    assert written == [(0, 0, 0)]
+    assert written == [once]
     written.clear()
-    decoded(model, left_padded([30, 12, 30]), request=NOTHING)
-    assert written == [(0, 0, 0), (1, 18, 0), (2, 0, 0)]
+    decoded(model, left_padded([30, 12, 30]), request=NOTHING)  # three prompts, in one pass
+    second, third = ([(row, start, slot) for slot in range(start, 29)] for row, start in ((1, 18), (2, 0)))
+    assert written == [[*once, *second, *third]]
 
 
 @pytest.mark.parametrize("new", [12, 13, 14])

@@ -364,33 +364,32 @@ class CapturedPasses:
         append_written(cache, appended)
         return torch.cat(found)
 
-    def write(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, text: TextPlace, known: int = 0) -> bool:
-        """Read tokens of one text into its row of a cache of several, which must have room; they are not counted.
+    def write(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, places: Sequence[TextPlace]) -> bool:
+        """Read tokens of prompts into the rows of a cache, which must have room; they are not counted.
 
         Args:
             cache: cache with buffers, whose layers count nothing yet.
-            ids (`torch.LongTensor` of shape `(1, n)`): the tokens.
-            positions (`torch.LongTensor` of shape `(1, n)`): their positions.
-            text: place of the text in the cache.
-            known: tokens of the text before these, whose keys and values are in the slots from its first one on.
+            ids (`torch.LongTensor` of shape `(B, n)`): the prompts.
+            positions (`torch.LongTensor` of shape `(B, n)`): their positions.
+            places: place of each token to read. Its slot, `before`, is its column in `ids`. Tokens of a prompt come one
+                after the other; keys and values of those before the first are in the cache.
 
         Returns:
             Whether they were read; otherwise nothing has happened.
         """
         assert self.batch_invariance is not None
-        widest, at = self.batch_invariance.widths[-1], text.start + known
-        parts = list(zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True))
-        widths = (self.batch_invariance.width(part.shape[1]) for part, _ in parts)
+        where = torch.tensor([(place.row, place.before) for place in places], device="cpu").unbind(1)
+        widest = self.batch_invariance.widths[-1]
+        parts = list(zip(torch.split(ids[where], widest), torch.split(positions[where], widest), strict=True))
+        widths = (self.batch_invariance.width(len(part)) for part, _ in parts)
         programs = [None if width is None else self.program(width) for width in widths]
         if any(program is None or not program.attends_by_kernels for program in programs):
             return False
         attention = self._new_attention()
-        for (part, places), program in zip(parts, programs, strict=True):
+        for number, ((part, its_positions), program) in enumerate(zip(parts, programs, strict=True)):
             assert program is not None
-            attention.begin(cache.layers, 0, part.shape[1], (text,))
-            attention.move_to(at, part.shape[1])
-            _run_filled(program, part, places, attention)
-            at += part.shape[1]
+            attention.begin(cache.layers, 0, 1, places[widest * number : widest * (number + 1)])
+            _run_filled(program, part[:, None], its_positions[:, None], attention)
         return True
 
     def end_round(self) -> None:

@@ -8,6 +8,7 @@ or after a cached prefix, and its keys and values are those that decoding it tok
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -93,14 +94,15 @@ class PromptPasses:
         starts: Sequence[int],
         prefixes: RowPrefixes | None = None,
     ) -> torch.Tensor | None:
-        """Read the prompts of a batch, each separately.
+        """Read the prompts of a batch: without `prefixes` together, so that weights are read once for all of them.
 
         Args:
             cache: cache with buffers; it is empty.
             ids (`torch.LongTensor` of shape `(B, n)`): the prompts, padded at the left; n ≥ 1.
             positions (`torch.LongTensor` of shape `(B, n)`): their positions.
             starts: index of the first token of each row that is not padding.
-            prefixes: what each row begins with if it is stored there; rows that were read are stored for the next.
+            prefixes: what each row begins with if it is stored there. Rows are then read one after the other, each
+                stored for the next.
 
         Returns:
             The logits of the last tokens, `(B, 1, V)`; `None` where there are no such passes, or the cache is of
@@ -115,24 +117,26 @@ class PromptPasses:
         layers: list[Any] = cache.layers
         for layer in layers:
             layer.reserve(count)
+        buffers = [(layer.key_buffer, layer.value_buffer) for layer in layers]
+        unread: list[TextPlace] = []
         for row, start in enumerate(starts):
-            tokens = ids[row : row + 1, start:-1]
-            for layer in layers:
-                for buffer in (layer.key_buffer, layer.value_buffer):
-                    buffer[row, :, :start] = 0  # masked numbers count in the model's own code if they are not finite
+            tokens, of_row = ids[row, start:-1], slice(row, row + 1)
+            for buffer in chain.from_iterable(buffers):
+                buffer[row, :, :start] = 0  # masked numbers count in the model's own code if they are not finite
             reused = 0
-            begun = () if prefixes is None else prefixes.take(tokens[0]).states
-            for layer, states in zip(layers, begun, strict=False):
+            begun = () if prefixes is None else prefixes.take(tokens).states
+            for own, states in zip(buffers, begun, strict=False):
                 reused = states[0].shape[2]
-                for buffer, state in zip((layer.key_buffer, layer.value_buffer), states, strict=True):
+                for buffer, state in zip(own, states, strict=True):
                     buffer[row, :, start : start + reused] = state[0]
-            rest, of_rest = tokens[:, reused:], positions[row : row + 1, start + reused : -1]
-            if rest.shape[1] and not wide.write(cache, rest, of_rest, TextPlace(row, start), reused):
-                return None
+            unread += [TextPlace(row, start, slot) for slot in range(start + reused, count - 1)]
             if prefixes is not None:
-                read = slice(start, count - 1)
-                buffers = [(layer.key_buffer[row : row + 1], layer.value_buffer[row : row + 1]) for layer in layers]
-                prefixes.add(tokens[0], [(keys[:, :, read], values[:, :, read]) for keys, values in buffers])
+                if unread and not wide.write(cache, ids, positions, unread):
+                    return None
+                unread, read = [], slice(start, count - 1)
+                prefixes.add(tokens, [(keys[of_row, :, read], values[of_row, :, read]) for keys, values in buffers])
+        if unread and not wide.write(cache, ids, positions, unread):
+            return None
         append_written(cache, count - 1)
         # The last ones are decoded like any token: their logits are the ones that count.
         places = [TextPlace(row, start) for row, start in enumerate(starts)]
