@@ -63,11 +63,12 @@ def test_batches_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert row["plain_tokens_per_second"] > 0
         for method in ("nothing", "lookup"):
             assert row[method]["same_texts"] == row["rows"] and row[method]["speedup"]["n"] == 2
+            assert row[method]["decoding"] > 0
         assert row["alone"] == row["rows"]
     batches.main(["--rows", "2", "--new-tokens", "5", "--repeats", "1"])
     assert capsys.readouterr().out.splitlines()[2:4] == [
-        "| rows | plain, tokens/s | nothing | lookup | texts plain's | texts of rows alone |",
-        "|---|---|---|---|---|---|",
+        "| rows | plain, tokens/s | nothing | lookup | decoding alone | texts plain's | texts of rows alone |",
+        "|---|---|---|---|---|---|---|",
     ]
     for wrong, said in ((["--rows", "4"], "from 1 to 3 rows"), (["--repeats", "0"], "--repeats should be at least 1")):
         with pytest.raises(SystemExit, match="2"):

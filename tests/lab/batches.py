@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from operator import truediv
 from typing import Any
 
 import torch
 
 from ssd_generation.generation import enable_self_speculative
 from ssd_generation.harness.results import spread
+from ssd_generation.harness.run import timed
 from ssd_generation.harness.texts import encode_prompt, load_prompts
 from ssd_generation.models import load_model
 
@@ -81,9 +83,9 @@ def measure_batches(
 
     Returns:
         For each size: `rows`, `plain_tokens_per_second` (of all rows together, median), and by method `speedup` over
-        plain in the same round (as `spread` gives it), `same_texts` (number of rows whose text is plain's) and the
-        `acceptance_rate`; and for greedy texts `alone`, the number of rows whose undrafted text is that of their prompt
-        alone.
+        plain in the same round (as `spread` gives it), `decoding` (median of the same without the time until the first
+        token), `same_texts` (number of rows whose text is plain's) and the `acceptance_rate`; and for greedy texts
+        `alone`, the number of rows whose undrafted text is that of their prompt alone.
 
     Raises:
         ValueError: a batch has no rows, or more rows than there are short prompts.
@@ -98,9 +100,14 @@ def measure_batches(
         timings, texts = compared.timings, compared.texts
         plain = statistics.median(timing.tokens_per_second for timing in timings.by_method["plain"])
         row: dict[str, Any] = {"rows": count, "plain_tokens_per_second": plain}
+        until_first = _until_first_token(model, batch, options, repeats)
+        decoding = [seconds - until_first for seconds in timings.seconds("plain")]
         for method in drafting_methods():
+            own = zip(timings.seconds(method), compared.statistics[method], strict=True)
+            after_prompts = [seconds - of_call.prompt_seconds for seconds, of_call in own]
             row[method] = {
                 "speedup": spread(timings.ratios(method)),
+                "decoding": statistics.median(map(truediv, decoding, after_prompts)),
                 "same_texts": int((texts[method] == texts["plain"]).all(dim=1).sum()),
                 "acceptance_rate": compared.statistics[method][-1].acceptance_rate,
             }
@@ -114,6 +121,13 @@ def _seeded() -> dict[str, Any]:
     """Seed the random numbers of the next call; it has no further options."""
     torch.manual_seed(0)
     return {}
+
+
+def _until_first_token(model: Any, batch: dict[str, torch.Tensor], options: Mapping[str, Any], repeats: int) -> float:
+    """Return the median seconds of plain calls for one token."""
+    inputs = {name: value.to(model.device) for name, value in batch.items()}
+    calls = (timed(model.device, model.generate, **inputs, **{**options, "max_new_tokens": 1}) for _ in range(repeats))
+    return statistics.median(seconds for _, seconds in calls)
 
 
 def _texts_alone(model: Any, batch: dict[str, torch.Tensor], texts: torch.Tensor, options: Mapping[str, Any]) -> int:
@@ -164,8 +178,10 @@ def _table(found: Sequence[dict[str, Any]]) -> list[str]:
         same = ", ".join(str(row[method]["same_texts"]) for method in methods)
         speedups = [with_range(row[method]["speedup"]) for method in methods]
         plain = f"{row['plain_tokens_per_second']:.1f}"
-        lines.append([str(row["rows"]), plain, *speedups, same, str(row.get("alone", "–"))])
-    return as_markdown(["rows", "plain, tokens/s", *methods, "texts plain's", "texts of rows alone"], lines)
+        alone = ", ".join(f"{row[method]['decoding']:.2f}" for method in methods)
+        lines.append([str(row["rows"]), plain, *speedups, alone, same, str(row.get("alone", "–"))])
+    names = [*methods, "decoding alone", "texts plain's", "texts of rows alone"]
+    return as_markdown(["rows", "plain, tokens/s", *names], lines)
 
 
 if __name__ == "__main__":
