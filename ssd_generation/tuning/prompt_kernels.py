@@ -186,7 +186,7 @@ def _have_the_bits_of_decoding(model: PreTrainedModel, batch_invariance: BatchIn
             return _keeps_bits(model, batch_invariance)
 
     widths = list(batch_invariance.widths)
-    described = {"what": "bits of prompts", **describe_model(model), "widths": widths, "prompts": 3}
+    described = {"what": "bits of prompts", **describe_model(model), "widths": widths, "prompts": 4}
     return cached_measurement(model, described, measure) is True
 
 
@@ -279,7 +279,7 @@ def _keeps_bits(model: PreTrainedModel, batch_invariance: BatchInvariance) -> bo
         return logits, [part for layer in cache.layers for part in (layer.keys, layer.values)]
 
     whole = None if passes is None else read()
-    parts = [] if whole is None else [read(2, 19), read(*range(2, 18, 2))]
+    parts = [] if whole is None else [read(2, 19), read(*range(2, 18, 2)), read(count - 1)]
     return whole is not None and all(
         found is not None
         and torch.equal(found[0], whole[0])

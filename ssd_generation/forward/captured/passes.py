@@ -48,6 +48,7 @@ from .capture import CannotCapture
 from .conditions import why_not_captured
 from .expert_layers import native_experts
 from .fx_graph import CapturedPass, CopiedWeight, Program, compile_pass
+from .head import leave_out_head, only_head
 from .kernel_lists import use_kernel_lists
 from .latent_attention import HeadLayers, use_native_heads
 from .linear_kernels import Linear, fastest_kernels, linear_of_few_rows
@@ -127,6 +128,7 @@ class CapturedPasses:
         # A weak reference: the copies hold their passes, and must be freed when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
+        self._head: list[Program | None] = []  # as soon as it is known
         self._filled: dict[int, float] = {}  # by width: passes lost to wider ones so far
         self._rounded: frozenset[str] | None = None
         self._experts: dict[int, tuple[Any, NativeExperts | None]] = {}
@@ -183,10 +185,7 @@ class CapturedPasses:
             model = self._model()
             assert model is not None
             try:
-                # In the middle of a call the model's own code must not be seen to have run.
-                with no_collections(), left_as_it_was(model):
-                    captured = self._capture.at(model, length, self._rewrites(model))
-                    self._programs[length] = self._make(model, captured)
+                self._programs[length] = self._captured(model, length)
             except Exception as error:
                 if self.is_draft and self._is_native and not isinstance(error, CannotCapture):
                     # What a model computes next to its linear layers may not suit what JIT-compiled kernels give.
@@ -199,6 +198,32 @@ class CapturedPasses:
                 level = logging.DEBUG if isinstance(error, CannotCapture) else logging.INFO
                 logger.log(level, "Passes of %s are not captured: %s", type(model).__name__, error)
         return self._programs[length]
+
+    def _captured(self, model: PreTrainedModel, length: int, is_head: bool = False) -> Program | None:
+        """Capture a pass, or its head by itself."""
+        # In the middle of a call the model's own code must not be seen to have run.
+        with no_collections(), left_as_it_was(model):
+            captured = self._capture.at(model, length, self._rewrites(model))
+            return self._make(model, captured, is_head)
+
+    def head(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the function that computes the logits `(1, 1, V)` of a token from its input of the head, `(1, 1, H)`.
+
+        Only of passes that read prompts. The bits are those of decoding. `None` where the head is not captured.
+        """
+        if not self._head:
+            model = self._model()
+            assert model is not None and self._of_prompts
+            try:
+                self._head.append(self._captured(model, 1, is_head=True))
+            except Exception as error:
+                self._head.append(None)
+                logger.debug("The head of %s is not captured: %s", type(model).__name__, error)
+        program = self._head[0]
+        if program is None:
+            return None
+        run: Callable[..., torch.Tensor] = program.run  # of another argument than whole passes
+        return torch.inference_mode()(run)
 
     def can_run(self, cache: Cache, length: int, texts: Sequence[TextPlace] = ONE_TEXT) -> bool:
         """Tell whether `run` can run a captured pass over `length` tokens, of all texts together, after this cache."""
@@ -400,14 +425,14 @@ class CapturedPasses:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _make(self, model: PreTrainedModel, captured: CapturedPass) -> Program | None:
-        """Return a pass with its kernels; `None` where its bits depend on its width and must not."""
+    def _make(self, model: PreTrainedModel, captured: CapturedPass, is_head: bool = False) -> Program | None:
+        """Return a pass with its kernels, or its head; `None` where its bits depend on its width and must not."""
         length, copies = captured.length, None
         # Passes of prompts are compared with these (tuning/prompt_kernels.py).
         is_compared = not (self.is_draft or self._of_prompts or any(self._programs.values()))
         digest = self._capture.digest_of(captured) if is_compared else ""
         if self._of_prompts:
-            _leave_out_head(model, captured)
+            (only_head if is_head else leave_out_head)(captured, model.get_output_embeddings())
         for node in captured.nodes:
             if node.op == "call_method" and node.target in ("attend", "attend_latents"):
                 key, value, layer = node.args[2:5] if node.target == "attend" else node.args[3:6]
@@ -429,8 +454,9 @@ class CapturedPasses:
             if self.is_draft:
                 try_out(model, compile_pass(captured))
             rounded = use_kernel_lists(captured, activation, model.dtype)
-            self._rounded = rounded if self._rounded is None else self._rounded
-            is_alike = rounded == self._rounded
+            if not is_head:
+                self._rounded = rounded if self._rounded is None else self._rounded
+            is_alike = is_head or rounded == self._rounded
         else:
             is_alike = True
         self.uneven = None if self.batch_invariance is None else uneven(captured)
@@ -498,24 +524,6 @@ def _run_filled(
         if logits.shape[1] > total:
             logits = logits[:, :total]
         return logits if batch == 1 else logits.view(batch, count, -1)
-
-
-def _leave_out_head(model: PreTrainedModel, captured: CapturedPass) -> None:
-    """Make a pass return the input of the head, which is not computed.
-
-    Raises:
-        CannotCapture: the logits are not the plain output of the head.
-    """
-    output, head = captured.nodes[-1], model.get_output_embeddings()
-    node = output.args[0]
-    while (layer := linear_weight(captured, node)) is None:
-        if len(node.all_input_nodes) == 0 or node.meta.get("shape") != output.args[0].meta.get("shape"):
-            raise CannotCapture("the pass does not end with the head")
-        node = node.all_input_nodes[0]
-    if head is None or layer[0] is not head.weight:
-        raise CannotCapture("the logits come from something other than the head")
-    output.args = (node.args[0],)
-    captured.eliminate_dead_code()
 
 
 def _use_copies(captured: CapturedPass, held: LowBitCopies, model_dtype: torch.dtype) -> None:

@@ -81,9 +81,15 @@ class PromptPasses:
         decoding.begin_cache(cache)
         if not decoding.can_run(cache, 1):
             return None
-        if ids.shape[1] > 1 and wide.run(cache, ids[:, :-1], positions[:, :-1]) is None:
-            return None
+        if ids.shape[1] < PROMPT_WIDTHS[0]:
+            logits = decoding.run(cache, ids, positions)
+            return None if logits is None else logits[:, -1:]
+        if (head := wide.head()) is not None:
+            hidden = wide.run(cache, ids, positions)
+            return None if hidden is None else head(hidden[:, -1:])
         # The last one is decoded like any token: its logits are the ones that count.
+        if wide.run(cache, ids[:, :-1], positions[:, :-1]) is None:
+            return None
         return decoding.run(cache, ids[:, -1:], positions[:, -1:])
 
     def read_rows(
