@@ -167,6 +167,15 @@ def test_a_row_is_the_text_of_that_row_alone(
     assert decoded(model, batch, request=Lies(seeded), do_sample=True, top_k=30).equal(seeded)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prompts_that_take_several_passes(family: str, by_kernels: None) -> None:
+    lengths = [190, 1, 130]  # one pass holds 256 tokens
+    model, batch = model_of(family, torch.bfloat16), left_padded(lengths)
+    together = decoded(model, batch, new=12, request=NOTHING)
+    for row in range(3):
+        assert decoded(model, alone(batch, row), new=12, request=NOTHING)[0, -12:].equal(together[row, -12:])
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_windows_of_rows_that_run_at_their_own_speed(family: str, prompts: bool) -> None:
     model, batch = model_of(family), left_padded([3 * WINDOW, WINDOW - 2, 2 * WINDOW])

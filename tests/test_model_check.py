@@ -416,3 +416,27 @@ def test_a_single_row_may_be_rounded_otherwise(depends_on_width: bool, refused: 
 
     assert moved > 0.02
     assert (_difference(model, text, single, decode) is not None) is refused
+
+
+@pytest.mark.parametrize(("by_width", "refused"), [(0.05, False), (0.08, True)])
+def test_rounding_by_width_may_be_that_of_the_embeddings(
+    by_width: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check rounding as torch's in bfloat16 on processors with instructions for that dtype."""
+    model = tiny_model().to(torch.bfloat16)
+    text = _forced_text(model, 2)
+    monkeypatch.setattr(model_check, "_moved_by_rounding", lambda model, text: torch.full((8, 2), 0.06))
+    generator = torch.Generator().manual_seed(0)
+    wide = [torch.randn((2, VOCAB), generator=generator) for _ in range(8)]
+    noise = [torch.randn((2, VOCAB), generator=generator) for _ in range(8)]
+    plain, narrow = (
+        [one + far * other / other.std() for one, other in zip(wide, noise, strict=True)] for far in (0.09, by_width)
+    )
+
+    def decode(tried: Any, is_drafted: bool, lockstep: bool) -> Any:
+        if not is_drafted:
+            times = len(tried.tokens) // 2
+            return types.SimpleNamespace(logits=[step.repeat_interleave(times, 0) for step in plain])
+        return types.SimpleNamespace(logits=wide if tried.is_drafted else narrow)
+
+    assert (_difference(model, text, plain, decode) is not None) is refused

@@ -16,6 +16,7 @@ from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, en
 from ssd_generation.cache.buffered_layers import add_buffers
 from ssd_generation.forward.captured import prompt_passes as prompt_passes_module
 from ssd_generation.forward.captured.batch_invariance import NATIVE, PROMPT_WIDTHS, WIDTHS, BatchInvariance
+from ssd_generation.forward.captured.passes import CapturedPasses
 from ssd_generation.forward.captured.prompt_passes import prompt_passes
 from ssd_generation.forward.forward import Forward
 from ssd_generation.native.codegen.compiler import why_not
@@ -87,6 +88,18 @@ def test_a_prompt_has_the_same_bits_in_whatever_parts(family: str, dtype: torch.
         expected = model(input_ids=ids, use_cache=True, **{CACHE: own}).logits[:, -1:]
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
     assert (expected.float() - logits.float()).abs().max() <= tolerance * expected.float().std()
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_the_last_token_is_decoded_where_the_head_is_not_captured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of(family, torch.bfloat16), prompt(50)
+    logits, cache = read(model, ids, [])
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: torch.nn.Linear(2, 2))
+    passes = CapturedPasses(model, batch_invariance=BatchInvariance("native", PROMPT_WIDTHS), of_prompts=True)
+    assert passes.head() is None and passes.program(16) is None
+    monkeypatch.setattr(CapturedPasses, "head", lambda self: None)
+    others, parts = read(model, ids, [])
+    assert torch.equal(others, logits) and all(map(torch.equal, states_of(parts), states_of(cache)))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])

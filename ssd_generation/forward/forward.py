@@ -56,6 +56,7 @@ class Forward:
         self.prefixes: RowPrefixes | None = None
         self._graph: GraphRunner | None = None
         self._make_runners()
+        self._prompts = prompt_passes(model, plan.batch_invariance) if plan.prompts else None
         self._config = config
         self._draft: DraftForward | None = None
         if config is not None:
@@ -158,11 +159,11 @@ class Forward:
             passes cannot be run: nothing has happened then.
         """
         logits = None
-        if self.plan.prompts and (passes := prompt_passes(self.model, self.plan.batch_invariance)) is not None:
+        if self._prompts is not None:
             if starts is None:
-                logits = passes.read(cache, ids, positions)
+                logits = self._prompts.read(cache, ids, positions)
             else:
-                logits = passes.read_rows(cache, ids, positions, starts, self.prefixes)
+                logits = self._prompts.read_rows(cache, ids, positions, starts, self.prefixes)
         self.has_read_prompt = logits is not None
         return logits
 
