@@ -282,8 +282,8 @@ def test_nothing_is_recorded_while_generation_is_timed(monkeypatch: pytest.Monke
     events: list[str] = []
     make = CapturedPasses._make
 
-    def making(passes: CapturedPasses, model: Any, length: int) -> Any:
-        made = make(passes, model, length)
+    def making(passes: CapturedPasses, model: Any, captured: Any, is_head: bool = False) -> Any:
+        made = make(passes, model, captured, is_head)
         if not passes.is_draft and made is not None:
             events.append("recorded")
         return made
