@@ -56,7 +56,6 @@ class Forward:
         self.prefixes: RowPrefixes | None = None
         self._graph: GraphRunner | None = None
         self._make_runners()
-        self._prompts = prompt_passes(model, plan.batch_invariance) if plan.prompts else None
         self._config = config
         self._draft: DraftForward | None = None
         if config is not None:
@@ -69,6 +68,7 @@ class Forward:
             self._graph = graph if graph.is_there else None
         # Where there are CUDA graphs, a captured pass is replayed as a graph or not used at all.
         self._captured = CapturedRunner(self.model, self.plan, self._eager) if self._graph is None else None
+        self._prompts = prompt_passes(self.model, self.plan.batch_invariance) if self.plan.prompts else None
 
     def draft_by(self, config: SelfSpeculativeConfig) -> None:
         """Draft with this config from now on.

@@ -410,8 +410,8 @@ def _difference(
         several = decode(text.repeated(times), False, False).logits
         return distances(plain, [step[::times] for step in several])
 
-    def allowed(least: float, rounding: torch.Tensor) -> float:
-        return min(max(_TIMES_ROUNDING * float(rounding), least), _MOST_HALF)
+    def allowed(least: float, rounding: torch.Tensor, times: float = _TIMES_ROUNDING) -> float:
+        return min(max(times * float(rounding), least), _MOST_HALF)
 
     in_pairs = rounding(2)
     reason = _too_far(model, others, allowed(_TOLERANCE, in_pairs.max()))
@@ -427,10 +427,11 @@ def _difference(
     if apart > allowed(_TOLERANCE_HALF, moved):
         return reason
     # On some processors torch rounds a single row differently from the same row next to others, whatever these are.
-    # Then this library's own passes over one token are the ones to compare with.
+    # Then this library's own passes over one token are the ones to compare with. Rounding by width moves logits no
+    # further than rounding the embeddings does.
     alone = decode(text.without_drafts(), True, lockstep).logits
     by_width = distances(alone, drafted).median(dim=0).values.max()
-    return None if by_width <= min(max(_TOLERANCE_HALF, float(moved)), _MOST_HALF) else reason
+    return None if by_width <= allowed(_TOLERANCE_HALF, moved, times=1.0) else reason
 
 
 def _moved_by_rounding(model: PreTrainedModel, text: ForcedText) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Choice of captured passes for reading prompts: they must have the bits of decoding, and be faster.
+"""Choice of captured passes for reading prompts: they must have the bits of decoding, and pay.
 
 The arithmetic of linear layers and experts decides, by the JIT-compiled kernels and by torch's. It is compared on a few
 rows of each kind of matrix and on two experts, which takes a fraction of a second, once per machine. On a processor
@@ -136,7 +136,7 @@ def _measure_longest(model: PreTrainedModel) -> Any:
     (ours, torchs), (attending, torchs_attending) = linear, map(min, attention)
     gain = (_PAYS * torchs - ours) / _ROWS  # for each token, and the loss for each pair
     loss = (attending - _PAYS * torchs_attending) / _ATTENDED**2
-    if gain <= 0:  # `prompt_cost` found the kernels faster, so other load disturbs this measurement
+    if gain <= 0:  # `prompt_cost` found that the kernels pay, so other load disturbs this measurement
         return NoisyMeasurement(1.0)
     return flag_if_noisy(max(1.0, gain / loss) if loss > 0 else 0.0, [*times, *attention])
 

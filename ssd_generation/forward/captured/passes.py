@@ -128,7 +128,7 @@ class CapturedPasses:
         # A weak reference: the copies hold their passes, and must be freed when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
-        self._head: list[Program | None] = []  # as soon as it is known
+        self._head: list[Callable[[torch.Tensor], torch.Tensor] | None] = []  # one, as soon as it is known
         self._filled: dict[int, float] = {}  # by width: passes lost to wider ones so far
         self._rounded: frozenset[str] | None = None
         self._experts: dict[int, tuple[Any, NativeExperts | None]] = {}
@@ -214,16 +214,14 @@ class CapturedPasses:
         if not self._head:
             model = self._model()
             assert model is not None and self._of_prompts
+            program = None
             try:
-                self._head.append(self._captured(model, 1, is_head=True))
+                program = self._captured(model, 1, is_head=True)
             except Exception as error:
-                self._head.append(None)
                 logger.debug("The head of %s is not captured: %s", type(model).__name__, error)
-        program = self._head[0]
-        if program is None:
-            return None
-        run: Callable[..., torch.Tensor] = program.run  # of another argument than whole passes
-        return torch.inference_mode()(run)
+            run: Any = None if program is None else program.run  # of another argument than whole passes
+            self._head.append(None if run is None else torch.inference_mode()(run))
+        return self._head[0]
 
     def can_run(self, cache: Cache, length: int, texts: Sequence[TextPlace] = ONE_TEXT) -> bool:
         """Tell whether `run` can run a captured pass over `length` tokens, of all texts together, after this cache."""
@@ -403,18 +401,18 @@ class CapturedPasses:
             Whether they were read; otherwise nothing has happened.
         """
         assert self.batch_invariance is not None
-        where = torch.tensor([(place.row, place.before) for place in places], device="cpu").unbind(1)
         widest = self.batch_invariance.widths[-1]
-        parts = list(zip(torch.split(ids[where], widest), torch.split(positions[where], widest), strict=True))
-        widths = (self.batch_invariance.width(len(part)) for part, _ in parts)
+        parts = [places[first : first + widest] for first in range(0, len(places), widest)]
+        widths = map(self.batch_invariance.width, map(len, parts))
         programs = [None if width is None else self.program(width) for width in widths]
         if any(program is None or not program.attends_by_kernels for program in programs):
             return False
         attention = self._new_attention()
-        for number, ((part, its_positions), program) in enumerate(zip(parts, programs, strict=True)):
+        for part, program in zip(parts, programs, strict=True):
             assert program is not None
-            attention.begin(cache.layers, 0, 1, places[widest * number : widest * (number + 1)])
-            _run_filled(program, part[:, None], its_positions[:, None], attention)
+            attention.begin(cache.layers, 0, 1, part)
+            where = torch.tensor([(place.row, place.before) for place in part], device="cpu").unbind(1)
+            _run_filled(program, ids[where][:, None], positions[where][:, None], attention)
         return True
 
     def end_round(self) -> None:
@@ -454,8 +452,8 @@ class CapturedPasses:
             if self.is_draft:
                 try_out(model, compile_pass(captured))
             rounded = use_kernel_lists(captured, activation, model.dtype)
-            if not is_head:
-                self._rounded = rounded if self._rounded is None else self._rounded
+            if self._rounded is None and not is_head:
+                self._rounded = rounded
             is_alike = is_head or rounded == self._rounded
         else:
             is_alike = True

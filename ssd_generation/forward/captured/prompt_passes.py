@@ -123,30 +123,52 @@ class PromptPasses:
         layers: list[Any] = cache.layers
         for layer in layers:
             layer.reserve(count)
-        buffers = [(layer.key_buffer, layer.value_buffer) for layer in layers]
-        unread: list[TextPlace] = []
-        for row, start in enumerate(starts):
-            tokens, of_row = ids[row, start:-1], slice(row, row + 1)
-            for buffer in chain.from_iterable(buffers):
-                buffer[row, :, :start] = 0  # masked numbers count in the model's own code if they are not finite
-            reused = 0
-            begun = () if prefixes is None else prefixes.take(tokens).states
-            for own, states in zip(buffers, begun, strict=False):
-                reused = states[0].shape[2]
-                for buffer, state in zip(own, states, strict=True):
-                    buffer[row, :, start : start + reused] = state[0]
-            unread += [TextPlace(row, start, slot) for slot in range(start + reused, count - 1)]
+        buffers = [
+            [(layer.key_buffer[row : row + 1], layer.value_buffer[row : row + 1]) for layer in layers]
+            for row in range(batch)
+        ]
+        rows = range(batch)
+        for together in [rows] if prefixes is None else [rows[row : row + 1] for row in rows]:
+            unread = [
+                TextPlace(row, starts[row], slot)
+                for row in together
+                for slot in range(_begin_row(buffers[row], ids[row, :-1], starts[row], prefixes), count - 1)
+            ]
+            if unread and not wide.write(cache, ids, positions, unread):
+                return None
             if prefixes is not None:
-                if unread and not wide.write(cache, ids, positions, unread):
-                    return None
-                unread, read = [], slice(start, count - 1)
-                prefixes.add(tokens, [(keys[of_row, :, read], values[of_row, :, read]) for keys, values in buffers])
-        if unread and not wide.write(cache, ids, positions, unread):
-            return None
+                for row in together:
+                    read = slice(starts[row], count - 1)
+                    states = [(keys[:, :, read], values[:, :, read]) for keys, values in buffers[row]]
+                    prefixes.add(ids[row, read], states)
         append_written(cache, count - 1)
         # The last ones are decoded like any token: their logits are the ones that count.
         places = [TextPlace(row, start) for row, start in enumerate(starts)]
         return decoding.run(cache, ids[:, -1:], positions[:, -1:], texts=places)
+
+
+def _begin_row(
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], ids: torch.Tensor, start: int, prefixes: RowPrefixes | None
+) -> int:
+    """Fill a row's padding and the beginning of its prompt, as far as it is stored.
+
+    Args:
+        buffers: each layer's keys and values of the row, `(1, heads, slots, size)`.
+        ids (`torch.LongTensor` of shape `(n,)`): the row's tokens.
+        start: index of the first that is not padding.
+        prefixes: as in `PromptPasses.read_rows`.
+
+    Returns:
+        Index of the first token to read.
+    """
+    for buffer in chain.from_iterable(buffers):
+        buffer[:, :, :start] = 0  # masked numbers count in the model's own code if they are not finite
+    begun, end = () if prefixes is None else prefixes.take(ids[start:]).states, start
+    for own, states in zip(buffers, begun, strict=False):
+        end = start + states[0].shape[2]
+        for buffer, state in zip(own, states, strict=True):
+            buffer[:, :, start:end] = state
+    return end
 
 
 def prompt_passes(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> PromptPasses | None:
