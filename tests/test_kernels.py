@@ -125,7 +125,7 @@ def test_the_fastest_is_taken(clock: dict[str, float]) -> None:
     made = layers()
     kernel_of = fastest_kernels(tiny_model(), made, 5)
     assert [name_of(kernel_of(*layer)) for layer in made[:2]] == ["onednn-turned"] * 2
-    assert name_of(kernel_of(*made[2])) == name_of(linear_of_few_rows(*made[2], 5)), "a small one goes by the rule"
+    assert name_of(kernel_of(*made[2])) == name_of(linear_of_few_rows(*made[2], 5)), "a small one follows the rule"
     clock["linear"] = 0.5
     kernel_of = fastest_kernels(tiny_model(), made, 9)  # another number of rows is measured separately
     assert [kernel_of(*layer) for layer in made[:2]] == [None, None]

@@ -418,6 +418,30 @@ def test_a_single_row_may_be_rounded_otherwise(depends_on_width: bool, refused: 
     assert (_difference(model, text, single, decode) is not None) is refused
 
 
+@pytest.mark.parametrize(
+    ("apart", "by_width", "refused"), [(0.2, 0.0, False), (0.4, 0.0, True), (0.2, 0.01, True), (0.09, 0.01, False)]
+)
+def test_kernels_may_round_as_far_as_embeddings_where_the_width_changes_nothing(
+    apart: float, by_width: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check a model that amplifies rounding, as recurrent states of random weights do."""
+    model = tiny_model().to(torch.bfloat16)
+    text = _forced_text(model, 1)
+    monkeypatch.setattr(model_check, "_moved_by_rounding", lambda model, text: torch.full((8, 1), 0.3))
+    generator = torch.Generator().manual_seed(0)
+    wide, noise = ([torch.randn((1, VOCAB), generator=generator) for _ in range(8)] for _ in range(2))
+    plain, narrow = (
+        [one + far * other / other.std() for one, other in zip(wide, noise, strict=True)] for far in (apart, by_width)
+    )
+
+    def decode(tried: Any, is_drafted: bool, lockstep: bool) -> Any:
+        if not is_drafted:
+            return types.SimpleNamespace(logits=[step.repeat(len(tried.tokens), 1) for step in plain])
+        return types.SimpleNamespace(logits=wide if tried.is_drafted else narrow)
+
+    assert (_difference(model, text, plain, decode) is not None) is refused
+
+
 @pytest.mark.parametrize(("by_width", "refused"), [(0.05, False), (0.08, True)])
 def test_rounding_by_width_may_be_that_of_the_embeddings(
     by_width: float, refused: bool, monkeypatch: pytest.MonkeyPatch

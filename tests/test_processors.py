@@ -242,7 +242,7 @@ def test_text_and_calls_are_those_of_plain_decoding(
         return
     got, state_after = decoded(model, other, rows, DRAFTS[draft], **how)
     assert torch.equal(expected, got)
-    assert torch.equal(state, state_after), "the generator stands elsewhere"
+    assert torch.equal(state, state_after), "the generator has another state"
     assert_same_events(one, other)
 
 

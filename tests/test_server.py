@@ -394,7 +394,7 @@ def test_transformers_serve_drafts_from_an_exported_folder(
     with open(out / "custom_generate" / "generate.py", "a") as file:
         file.write(COUNTED.format(file=str(counts)))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    # In a process of its own: what other programs' tests leave behind is not in it.
+    # In a process of its own: what other programs' tests leave is not in it.
     with served(transformers_serve(str(out), runs_code=True), "float32") as server:
         address: Any = SimpleNamespace(url=server.url)
         done = client(address).chat.completions.create(**{**asked("a river"), "model": str(out)})

@@ -48,7 +48,7 @@ _WITH_LOOPS = ("LongcatFlashExperts", "Step3p7Experts")
 
 
 class ExpertForm(NamedTuple):
-    """How a layer's experts are stored.
+    """Form in which a layer's experts are stored.
 
     Attributes:
         has_gate: whether the first product has two halves, of which one is a gate.
