@@ -418,6 +418,34 @@ def test_a_single_row_may_be_rounded_otherwise(depends_on_width: bool, refused: 
     assert (_difference(model, text, single, decode) is not None) is refused
 
 
+def is_refused(rows: int, apart: float, by_width: float, moved: float, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Tell whether `_difference` refuses a model in bfloat16 whose logits lie so far from those of wide passes.
+
+    Args:
+        rows: number of rows, B.
+        apart: how far those of plain decoding lie, in standard deviations.
+        by_width: how far those of this library's passes over one token lie.
+        moved: how far those of embeddings that are rounded differently lie.
+        monkeypatch: of the test.
+    """
+    model = tiny_model().to(torch.bfloat16)
+    text = _forced_text(model, rows)
+    monkeypatch.setattr(model_check, "_moved_by_rounding", lambda model, text: torch.full((8, rows), moved))
+    generator = torch.Generator().manual_seed(0)
+    wide, noise = ([torch.randn((rows, VOCAB), generator=generator) for _ in range(8)] for _ in range(2))
+    plain, narrow = (
+        [one + far * other / other.std() for one, other in zip(wide, noise, strict=True)] for far in (apart, by_width)
+    )
+
+    def decode(tried: Any, is_drafted: bool, lockstep: bool) -> Any:
+        if not is_drafted:
+            times = len(tried.tokens) // rows
+            return types.SimpleNamespace(logits=[step.repeat_interleave(times, 0) for step in plain])
+        return types.SimpleNamespace(logits=wide if tried.is_drafted else narrow)
+
+    return _difference(model, text, plain, decode) is not None
+
+
 @pytest.mark.parametrize(
     ("apart", "by_width", "refused"), [(0.2, 0.0, False), (0.4, 0.0, True), (0.2, 0.01, True), (0.09, 0.01, False)]
 )
@@ -425,21 +453,7 @@ def test_kernels_may_round_as_far_as_embeddings_where_the_width_changes_nothing(
     apart: float, by_width: float, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check a model that amplifies rounding, as recurrent states of random weights do."""
-    model = tiny_model().to(torch.bfloat16)
-    text = _forced_text(model, 1)
-    monkeypatch.setattr(model_check, "_moved_by_rounding", lambda model, text: torch.full((8, 1), 0.3))
-    generator = torch.Generator().manual_seed(0)
-    wide, noise = ([torch.randn((1, VOCAB), generator=generator) for _ in range(8)] for _ in range(2))
-    plain, narrow = (
-        [one + far * other / other.std() for one, other in zip(wide, noise, strict=True)] for far in (apart, by_width)
-    )
-
-    def decode(tried: Any, is_drafted: bool, lockstep: bool) -> Any:
-        if not is_drafted:
-            return types.SimpleNamespace(logits=[step.repeat(len(tried.tokens), 1) for step in plain])
-        return types.SimpleNamespace(logits=wide if tried.is_drafted else narrow)
-
-    assert (_difference(model, text, plain, decode) is not None) is refused
+    assert is_refused(1, apart, by_width, 0.3, monkeypatch) is refused
 
 
 @pytest.mark.parametrize(("by_width", "refused"), [(0.05, False), (0.08, True)])
@@ -447,20 +461,4 @@ def test_rounding_by_width_may_be_that_of_the_embeddings(
     by_width: float, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check rounding as torch's in bfloat16 on processors with instructions for that dtype."""
-    model = tiny_model().to(torch.bfloat16)
-    text = _forced_text(model, 2)
-    monkeypatch.setattr(model_check, "_moved_by_rounding", lambda model, text: torch.full((8, 2), 0.06))
-    generator = torch.Generator().manual_seed(0)
-    wide = [torch.randn((2, VOCAB), generator=generator) for _ in range(8)]
-    noise = [torch.randn((2, VOCAB), generator=generator) for _ in range(8)]
-    plain, narrow = (
-        [one + far * other / other.std() for one, other in zip(wide, noise, strict=True)] for far in (0.09, by_width)
-    )
-
-    def decode(tried: Any, is_drafted: bool, lockstep: bool) -> Any:
-        if not is_drafted:
-            times = len(tried.tokens) // 2
-            return types.SimpleNamespace(logits=[step.repeat_interleave(times, 0) for step in plain])
-        return types.SimpleNamespace(logits=wide if tried.is_drafted else narrow)
-
-    assert (_difference(model, text, plain, decode) is not None) is refused
+    assert is_refused(2, 0.09, by_width, 0.06, monkeypatch) is refused

@@ -424,7 +424,8 @@ def _difference(
     if apart <= allowed(_TOLERANCE_HALF, rounding(1 + _WIDE).median(dim=0).values.max()):
         return None
     moved = _moved_by_rounding(model, text).median(dim=0).values.max()
-    if apart > max(allowed(_TOLERANCE_HALF, moved), float(moved)):
+    within = allowed(_TOLERANCE_HALF, moved)
+    if apart > max(within, float(moved)):
         return reason
     # On some processors torch rounds a single row differently from the same row next to others, whatever these are.
     # Then this library's own passes over one token are the ones to compare with. Rounding by width moves logits no
@@ -432,9 +433,8 @@ def _difference(
     by_width = distances(decode(text.without_drafts(), True, lockstep).logits, drafted)
     if by_width.max() <= _TOLERANCE:
         return None  # the width changes nothing: kernels alone round differently from plain decoding
-    if apart > allowed(_TOLERANCE_HALF, moved):
-        return reason
-    return None if by_width.median(dim=0).values.max() <= allowed(_TOLERANCE_HALF, moved, times=1.0) else reason
+    narrow = allowed(_TOLERANCE_HALF, moved, times=1.0)
+    return None if apart <= within and by_width.median(dim=0).values.max() <= narrow else reason
 
 
 def _moved_by_rounding(model: PreTrainedModel, text: ForcedText) -> torch.Tensor:
