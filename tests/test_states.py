@@ -28,7 +28,7 @@ from ssd_generation import (
 from ssd_generation.cache.buffered_layers import BufferedStatesLayer, add_buffers, drop_buffers
 from ssd_generation.cache.recurrent import Checkpoint, PassState, PassStates, states_in
 from ssd_generation.forward import draft_passes, runners
-from ssd_generation.forward.captured import state_steps
+from ssd_generation.forward.captured import griffin, state_steps
 from ssd_generation.forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
 from ssd_generation.forward.captured.cache_attention import CacheAttention
 from ssd_generation.forward.captured.passes import captured_target
@@ -93,7 +93,7 @@ def listed(
 OF_TORCH: dict[str, Any] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "exp": torch.exp,
     "sigmoid": torch.sigmoid, "silu": functional.silu, "softplus": functional.softplus, "rsqrt": torch.rsqrt,
-    "relu": torch.relu, "square": torch.square, "tanh": torch.tanh,
+    "sqrt": torch.sqrt, "relu": torch.relu, "square": torch.square, "tanh": torch.tanh,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }  # fmt: skip
 
@@ -102,7 +102,7 @@ OF_TORCH: dict[str, Any] = {
 @pytest.mark.parametrize("what", OF_TORCH)
 def test_an_operation_is_torchs(what: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 5, 19, generator=torch.Generator().manual_seed(1)) * 6
-    x = (x.abs() + 0.1 if what in ("rsqrt", "div") else x).to(dtype)
+    x = (x.abs() + 0.1 if what in ("sqrt", "rsqrt", "div") else x).to(dtype)
     operands = [x, x.flip(0).clone()][: 2 if what in ("add", "sub", "mul", "div") else 1]
     found, true = listed(what, (3, 5, 19), dtype, operands, (0, 1)), OF_TORCH[what](*operands)
     assert found.dtype is dtype
@@ -251,7 +251,9 @@ def stepped(
 
 
 def of_modelling(module: str, name: str) -> Any:
-    """Return transformers' function for a step."""
+    """Return transformers' function for a step, or this library's where transformers has none."""
+    if module == "griffin":
+        return getattr(griffin, name)
     code = __import__(f"transformers.models.{module}.modeling_{module}", fromlist=[name])
     return getattr(code, name)
 
@@ -328,7 +330,28 @@ def scan1(rows: int, dtype: torch.dtype) -> Any:
     return "mamba", "mamba_selective_state_update", "state", tensors, {"dt_softplus": True}, state, (rows, width)
 
 
-KINDS = {"convolution": convolution, "delta": delta, "kimi": kimi, "scan of Mamba 2": scan2, "scan of Mamba": scan1}
+def griffin_convolution(rows: int, dtype: torch.dtype) -> Any:
+    _, _, _, tensors, _, state, shape = convolution(rows, dtype)
+    return "griffin", "griffin_convolution_step", "conv_state", tensors, {}, state[..., 1:].contiguous(), shape
+
+
+def rg_lru(rows: int, dtype: torch.dtype) -> Any:
+    tensors = {
+        "hidden_states": random(rows, 60, dtype=dtype, seed=1)[:, None, 7:55],
+        "gate": random(rows, 1, 48, dtype=dtype, seed=2).sigmoid(),
+    }
+    return "griffin", "rg_lru_step", "state", tensors, {}, random(3, 48, seed=3), (rows, 1, 48)
+
+
+KINDS = {
+    "convolution": convolution,
+    "delta": delta,
+    "kimi": kimi,
+    "scan of Mamba 2": scan2,
+    "scan of Mamba": scan1,
+    "convolution of Griffin": griffin_convolution,
+    "RG-LRU": rg_lru,
+}
 needs_steps = pytest.mark.skipif(
     Version(tf.__version__) < Version("5.23"), reason="earlier versions compute some of these steps otherwise"
 )
@@ -406,10 +429,10 @@ def test_states_are_saved_on_the_way(kind: str, after: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_kernel_does_not_take(kind: str) -> None:
     _, name, _, tensors, others, state, shape = KINDS[kind](2, torch.float32)
-    odd, place = state[..., :-1].contiguous(), [TextPlace(0, 0)]
+    odd, place = state[..., :-2].contiguous(), [TextPlace(0, 0)]
     with pytest.raises(NoKernel):
         stepped(name, tensors, others, PassState(odd, odd), shape, torch.float32, place)
-    if kind != "convolution":
+    if "convolution" not in kind:
         with pytest.raises(NoKernel):
             stepped(name, tensors, {**others, "more": 1}, PassState(state, state), shape, torch.float32, place)
     else:
@@ -455,6 +478,10 @@ FAMILIES: dict[str, Any] = {
     "jamba": lambda: tf.JambaConfig(
         **small(), mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8, attn_layer_period=2,
         attn_layer_offset=1, num_experts=2, num_experts_per_tok=1,
+    ),
+    "recurrent_gemma": lambda: tf.RecurrentGemmaConfig(
+        **small(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=128), lru_width=128,
+        block_types=["recurrent", "recurrent", "attention"],
     ),
     "mamba2": lambda: tf.Mamba2Config(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_heads=4, head_dim=16, expand=2, state_size=16,

@@ -21,6 +21,7 @@ from ..config.values import SECONDS
 from ..forward.copies.low_bit import copies_of
 from ..forward.copies.resident import drafting_model
 from ..forward.cuda_graph.graph_passes import NARROWER, GraphPart, target_graphs
+from ..forward.eager.module_states import fill_cache
 from ..forward.eager.row_by_row import RowByRowPart
 from ..forward.forward import Context, Forward
 from ..forward.pass_plan import PassPlan
@@ -37,7 +38,6 @@ from ..support.parallel import broadcast
 from ..support.progress import progress_bar
 from ..support.tensors import argmax
 from ..support.timing import Stopwatch
-from ..support.versions import cache_argument
 from .measuring import describe_machine, describe_model, time_interleaved
 from .plan_passes import plan_passes
 
@@ -268,10 +268,8 @@ def _cache_after(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
     """Return a cache that holds a text of random tokens."""
     cache = new_cache(model)
     add_buffers(cache)
-    fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     first = prompt[:, :_READ]
-    name = cache_argument(model)
-    model(input_ids=first, use_cache=True, **{name: cache}, **fewer)
+    fill_cache(model, first, cache)
     if prompt.shape[1] == first.shape[1]:
         return cache
     if all(type(layer) is BufferedLayer for layer in cache.layers):
@@ -281,7 +279,7 @@ def _cache_after(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
             keys, values = (x.repeat(1, 1, times, 1)[:, :, : prompt.shape[1]] for x in (layer.keys, layer.values))
             layer.adopt(keys.contiguous(), values.contiguous())
     else:
-        model(input_ids=prompt[:, first.shape[1] :], use_cache=True, **{name: cache}, **fewer)
+        fill_cache(model, prompt[:, first.shape[1] :], cache)
     return cache
 
 

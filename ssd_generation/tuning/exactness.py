@@ -24,6 +24,7 @@ from ..forward.captured.batch_invariance import LINEARS, NATIVE, REPLAYED, WIDTH
 from ..forward.captured.passes import captured_target
 from ..forward.cuda_graph.graph_passes import GraphPasses
 from ..forward.cuda_graph.single_pass import Tokens
+from ..forward.eager.module_states import fill_cache
 from ..forward.forward import Context, Forward
 from ..forward.pass_plan import PassPlan
 from ..forward.structure.positions import cut_to_table
@@ -36,7 +37,6 @@ from ..support.parallel import broadcast
 from ..support.progress import progress_bar
 from ..support.source_code import code_of, code_of_package
 from ..support.timing import Stopwatch
-from ..support.versions import cache_argument
 from .measuring import describe_model, time_interleaved
 
 if TYPE_CHECKING:
@@ -342,8 +342,7 @@ class _Text:
         ids = torch.randint(0, vocabulary, (1, prompt + _NEW), generator=generator, device="cpu").to(device)
         self.ids = ids[:, prompt:]
         self._cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=ids[:, :prompt], use_cache=True, **{cache_argument(model): self._cache}, **fewer)
+        fill_cache(model, ids[:, :prompt], self._cache)
 
     def cache(self) -> Cache:
         """Return a writable cache of the prompt."""

@@ -38,7 +38,7 @@ _VIEWS = frozenset(_NAMES.split())
 """Operations whose result may share the memory of their argument; torch says whether it does."""
 
 _OF_TWO = frozenset({"add", "sub", "mul", "div"})
-_OF_ONE = frozenset({"neg", "exp", "sigmoid", "silu", "softplus", "tanh", "rsqrt", "relu", "square", "to"})
+_OF_ONE = frozenset({"neg", "exp", "sigmoid", "silu", "softplus", "tanh", "sqrt", "rsqrt", "relu", "square", "to"})
 
 _POINTWISE = {
     **{name: name for name in _OF_ONE | _OF_TWO},
@@ -50,7 +50,7 @@ _POINTWISE = {
 
 _ELEMENTWISE = {*_OF_ONE, *_OF_TWO, "gelu_tanh", "scale"}
 
-_ROUNDED = {"exp", "sigmoid", "silu", "softplus", "tanh", "gelu_tanh", "rsqrt", "mean"}
+_ROUNDED = {"exp", "sigmoid", "silu", "softplus", "tanh", "gelu_tanh", "sqrt", "rsqrt", "mean"}
 """Steps that round otherwise than torch."""
 
 _FEW = 6

@@ -16,9 +16,11 @@ from torch import nn
 from torch.fx import Node
 
 from ...config import SkipConfig
+from ..eager.module_states import Holder, module_states
 from ..structure.skip_mode import SkipMode
 from .conditions import EAGER, layers_that_attend
 from .expert_layers import add_unchanged, experts_of, run_experts, unchanged_from
+from .griffin import is_griffin_block, run_griffin_block
 from .latent_attention import EXPANSION, from_latent, into_latent
 from .pretend_cache import CannotCapture, HeldKeys
 from .recording import Recording
@@ -104,8 +106,12 @@ class ModelCalls:
         # On a GPU, the operations of experts are captured one by one, and replayed as part of a CUDA graph.
         its_experts = experts_of(model) if self._device.type == "cpu" else []
         patched = [(module, partial(self.experts, module)) for module in its_experts]
+        held = module_states(model) if self._states else None
+        blocks = [holder for holder in (held.held if held else ()) if is_griffin_block(holder.module)]
+        by_token = [(module, partial(_by_token, module)) for module in its_states]
+        by_token += [(holder.module, partial(self.griffin_block, holder)) for holder in blocks]
         # Those that a draft skips are replaced already.
-        patched += [(module, partial(_by_token, module)) for module in its_states if "forward" not in module.__dict__]
+        patched += [(module, forward) for module, forward in by_token if "forward" not in module.__dict__]
         with ExitStack() as stack:
             if patched:
                 stack.enter_context(SkipMode(model, SkipConfig(), patched))
@@ -251,6 +257,12 @@ class ModelCalls:
             arguments = map(recording.argument, (module, hidden, chosen, routed))
             recording.noted(recording.graph.call_function(run_experts, tuple(arguments)), result)
         return result if first is None else add_unchanged(first, result, hidden, chosen, weights)
+
+    def griffin_block(self, holder: Holder, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        """Run a recurrent block whose states its modules store, with those of the cache (griffin.py)."""
+        its = {place.index: state for place, state in self._recording.states.values() if place.layer == holder.layer}
+        conv_state, state = (its[key] for key in holder.keys)
+        return run_griffin_block(holder.module, hidden, conv_state, state, self.step)
 
     def step(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make the node of a step of recurrent states (state_steps.py)."""

@@ -100,7 +100,7 @@ def pretend_states(
         known: receives the place of each state, by the id of the tensor that represents it, and that tensor.
     """
     its = {place: state for place, state in states.items() if place.layer == layer}
-    count = 1 + max(place.index for place in its)
+    count = 1 + max((place.index for place in its if isinstance(place.index, int)), default=0)
     pretended: Any
     if keys is None:
         pretended = _PretendStates(number_of_states=count)

@@ -122,6 +122,20 @@ def products_to_layers(captured: CapturedPass) -> None:
         node.meta["is_view"] = True
 
 
+def use_computed_weights(captured: CapturedPass) -> None:
+    """Make constants of the weights and biases of layers that are copies or parts of the model's."""
+    for node in captured.nodes:
+        is_copy = node.op == "call_method" and node.target == "contiguous"
+        if is_copy and (made := captured.computed_constant(node)) is not None:
+            node.replace_all_uses_with(captured.add_constant(node.name, made, node))
+        elif node.target is functional.linear:
+            for at, arg in enumerate(node.args):
+                if at > 0 and isinstance(arg, Node) and captured.constant(arg) is None:
+                    made = captured.computed_constant(arg)
+                    if made is not None:
+                        node.update_arg(at, captured.add_constant(f"{node.name}_part", made, node))
+
+
 def _sharing(captured: CapturedPass, node: Any, without: Any) -> set[Any]:
     """Return the nodes whose results may share the memory of a node's, without one of them."""
     known, count = {node}, 0

@@ -21,8 +21,9 @@ from transformers.cache_utils import DynamicCache
 from ...cache.recurrent import is_known, keeps_states
 from ...native.ops.states import State
 from ...support.model_state import Part, state_of
-from ...support.versions import cache_argument
+from ..eager.module_states import fill_cache
 from .cache_attention import CacheAttention
+from .griffin import STATE_OF_BLOCKS
 from .replacing import Maker, layers_that_call, own_functions
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ STATE_OF = {
     "mamba2_selective_state_update": "state",
     "torch_recurrent_gated_delta_rule": "initial_state",
     "recurrent_kimi_delta_attention": "initial_state",
+    **STATE_OF_BLOCKS,
 }
 """Functions that compute one token's step, and the name of the argument that is the state."""
 
@@ -58,12 +60,12 @@ class StatePlace:
     Attributes:
         layer: index of the layer.
         kind: `"conv_states"` or `"recurrent_states"`.
-        index: index among the layer's states of this kind.
+        index: index among the layer's states of this kind; the key of one that a module stores (module_states.py).
     """
 
     layer: int
     kind: str
-    index: int
+    index: int | str
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def states_of(model: PreTrainedModel) -> Mapping[StatePlace, torch.Tensor]:
         if any(map(keeps_states, cache.layers)):
             ids = torch.zeros((1, 2), dtype=torch.long, device=model.get_input_embeddings().weight.device)
             with torch.inference_mode():
-                model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+                fill_cache(model, ids, cache)
         part.states = {
             StatePlace(layer, kind, index): torch.zeros_like(state)
             for layer, held in enumerate(cache.layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from ...support.machine import cpu_name
 from ...support.measurements import cached_measurement
 from ...support.source_code import code_of, code_of_package
 from ...support.versions import cache_argument
+from ..eager.module_states import mode_of_states
 from ..rounding import agree, moved_embeddings
 from ..structure.adapters import adapters_in_use, numbers_of
 from ..structure.positions import cut_to_table
@@ -96,7 +98,7 @@ def _described(model: PreTrainedModel, digest: str) -> dict[str, Any]:
 def _agrees(model: PreTrainedModel, program: Program, attending: Attending, knows_windows: bool, seed: int) -> bool:
     """Tell whether a pass over random tokens gives the model's logits, but for rounding."""
     length = program.length
-    with torch.inference_mode():
+    with torch.inference_mode(), mode_of_states(model) or nullcontext():
         vocabulary = model.get_input_embeddings().weight.shape[0]
         generator = torch.Generator(device="cpu").manual_seed(seed)
         cached = cut_to_table(model, _CACHED, length)

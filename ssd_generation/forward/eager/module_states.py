@@ -9,6 +9,7 @@ they do after plain decoding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,16 +18,19 @@ from torch import nn
 from ...cache.recurrent import layers_of_states
 from ...config import SkipConfig
 from ...support.model_state import Part, state_of
-from ...support.versions import cache_given
+from ...support.versions import cache_argument, cache_given
 from ..structure.skip_mode import SkipMode, forward_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-__all__ = ["Holder", "ModuleStates", "ModuleStatesPart", "holders", "mode_of_states", "module_states"]
+__all__ = ["Holder", "ModuleStates", "ModuleStatesPart", "fill_cache", "holders", "mode_of_states", "module_states"]
 
 _NAMES = ("_state", "_states")
+
+_NO_STATE = 0
+"""Index of the state for which such a model's cache has a place, in each layer."""
 
 
 class Holder(NamedTuple):
@@ -38,6 +42,11 @@ class Holder(NamedTuple):
     module: nn.Module
     places: tuple[tuple[nn.Module, str], ...]
     """Modules that have a state, each with the state's name there."""
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of the states in the cache, in the order of `places`."""
+        return [f"{place} {name}" for place, (_, name) in enumerate(self.places)]
 
 
 def holders(model: PreTrainedModel) -> list[Holder]:
@@ -82,10 +91,13 @@ class ModuleStates:
 
     Args:
         held: the modules, as found by `holders`.
+
+    Attributes:
+        held: the same.
     """
 
     def __init__(self, held: list[Holder]) -> None:
-        self._held = held
+        self.held = held
 
     def mode(self, model: PreTrainedModel) -> SkipMode:
         """Return the mode in which a pass must run, so that its states are those of its cache.
@@ -93,24 +105,24 @@ class ModuleStates:
         Args:
             model: the model that the modules belong to.
         """
-        return SkipMode(model, SkipConfig(), [(holder.module, self._run(holder)) for holder in self._held])
+        return SkipMode(model, SkipConfig(), [(holder.module, self._run(holder)) for holder in self.held])
 
     def _run(self, holder: Holder) -> Callable[..., Any]:
         forward = forward_of(holder.module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            kept = _kept(cache_given(kwargs), holder)
-            _give(holder, kept)
+            layer = _layer(cache_given(kwargs), holder)
+            _give(holder, layer)
             try:
                 return forward(*args, **kwargs)
             finally:
-                _take(holder, kept)
+                _take(holder, layer)
 
         return run
 
     def read(self) -> list[list[Any]]:
         """Return the states that the modules hold now."""
-        return [[getattr(part, name) for part, name in holder.places] for holder in self._held]
+        return [[getattr(part, name) for part, name in holder.places] for holder in self.held]
 
     def write(self, states: list[list[Any]]) -> None:
         """Replace the states that the modules hold.
@@ -118,42 +130,40 @@ class ModuleStates:
         Args:
             states: result of `read`.
         """
-        for holder, values in zip(self._held, states, strict=True):
+        for holder, values in zip(self.held, states, strict=True):
             for (part, name), value in zip(holder.places, values, strict=True):
                 setattr(part, name, value)
 
     def take(self, cache: Cache) -> None:
         """Store the modules' states in a cache, whose tokens they follow."""
-        for holder in self._held:
-            _take(holder, _kept(cache, holder))
+        for holder in self.held:
+            _take(holder, _layer(cache, holder))
 
     def end(self, cache: Cache) -> None:
         """Give the modules their states from a cache, and remove these from it."""
-        for holder in self._held:
-            kept = _kept(cache, holder)
-            if any(key in kept for key in _keys(holder)):
-                _give(holder, kept)
-                for key in _keys(holder):
-                    kept.pop(key, None)
+        for holder in self.held:
+            layer = _layer(cache, holder)
+            if any(key in layer.recurrent_states for key in holder.keys):
+                _give(holder, layer)
+                for key in holder.keys:
+                    layer.recurrent_states.pop(key, None)
+                layer.has_previous_state[_NO_STATE] = False
 
 
-def _kept(cache: Any, holder: Holder) -> dict[Any, Any]:
-    """Return the states of a layer of a cache, those of modules among others."""
-    return cache.layers[holder.layer].recurrent_states  # type: ignore[no-any-return]
+def _layer(cache: Any, holder: Holder) -> Any:
+    return cache.layers[holder.layer]
 
 
-def _keys(holder: Holder) -> list[str]:
-    return [f"{place} {name}" for place, (_, name) in enumerate(holder.places)]
+def _give(holder: Holder, layer: Any) -> None:
+    for key, (part, name) in zip(holder.keys, holder.places, strict=True):
+        setattr(part, name, layer.recurrent_states.get(key))
 
 
-def _give(holder: Holder, kept: dict[Any, Any]) -> None:
-    for key, (part, name) in zip(_keys(holder), holder.places, strict=True):
-        setattr(part, name, kept.get(key))
-
-
-def _take(holder: Holder, kept: dict[Any, Any]) -> None:
-    for key, (part, name) in zip(_keys(holder), holder.places, strict=True):
-        kept[key] = getattr(part, name)
+def _take(holder: Holder, layer: Any) -> None:
+    for key, (part, name) in zip(holder.keys, holder.places, strict=True):
+        state = getattr(part, name)
+        layer.recurrent_states[key] = None if state is None else state.contiguous()
+    layer.has_previous_state[_NO_STATE] = True
 
 
 class ModuleStatesPart(Part):
@@ -187,3 +197,16 @@ def mode_of_states(model: PreTrainedModel) -> SkipMode | None:
     """
     states = module_states(model)
     return None if states is None else states.mode(model)
+
+
+def fill_cache(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> None:
+    """Run the model's own pass over a text, which adds the text to a cache, with the states that modules store.
+
+    Args:
+        model: the target model.
+        ids (`torch.LongTensor` of shape `(B, n)`): the text.
+        cache: the cache.
+    """
+    fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    with mode_of_states(model) or nullcontext():
+        model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}, **fewer)

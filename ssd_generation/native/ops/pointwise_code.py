@@ -113,6 +113,10 @@ def _gelu_tanh(module: Module, b: Any, x: Any) -> Any:
     return b.fmul(b.fmul(x, splat(FLOAT, 0.5)), b.fadd(inner, splat(FLOAT, 1.0)))
 
 
+def _sqrt(module: Module, b: Any, x: Any) -> Any:
+    return module.call(b, f"llvm.sqrt.v{LANES}f32", FLOATS, x)
+
+
 Operation = Callable[..., Any]
 
 OPERATIONS: dict[str, Operation] = {
@@ -128,7 +132,8 @@ OPERATIONS: dict[str, Operation] = {
     "softplus": lambda module, b, x: module.softplus(b, x),
     "tanh": lambda module, b, x: module.tanh(b, x),
     "gelu_tanh": lambda module, b, x: _gelu_tanh(module, b, x),
-    "rsqrt": lambda module, b, x: b.fdiv(splat(FLOAT, 1.0), module.call(b, f"llvm.sqrt.v{LANES}f32", FLOATS, x)),
+    "sqrt": _sqrt,
+    "rsqrt": lambda module, b, x: b.fdiv(splat(FLOAT, 1.0), _sqrt(module, b, x)),
     "relu": lambda module, b, x: b.select(b.fcmp_ordered("<", x, splat(FLOAT, 0.0)), splat(FLOAT, 0.0), x),
     "square": lambda module, b, x: b.fmul(x, x),
 }

@@ -57,7 +57,7 @@ def _weight(tensor: Any, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def convolution(state: State, given: Given, result: Part) -> Step:
-    """Return the kernel of `causal_conv1d_update`: x `(n, C, 1)` appended to a state `(C, K)`.
+    """Return the kernel of a causal convolution: x `(n, C, 1)` appended to a state `(C, K)`, or `(C, K − 1)`.
 
     Raises:
         NoKernel: there is none for these arguments.
@@ -68,7 +68,10 @@ def convolution(state: State, given: Given, result: Part) -> Step:
         raise NoKernel
     channels, taps = weight.shape
     rows, dtype = x.like.shape[0], result.like.dtype
-    if channels % _LANES or state.shape != (channels, taps) or activation not in (None, "silu", "swish"):
+    held_taps = state.shape[-1]
+    if channels % _LANES or state.shape != (channels, held_taps) or held_taps not in (taps - 1, taps) or held_taps < 1:
+        raise NoKernel
+    if activation not in (None, "silu", "swish"):
         raise NoKernel
     if tuple(x.like.shape) != (rows, channels, 1) or x.like.stride(1) != 1 or x.like.dtype is not dtype:
         raise NoKernel
@@ -79,12 +82,34 @@ def convolution(state: State, given: Given, result: Part) -> Step:
         held.append(_weight(bias, (channels,)))
         if bias.dtype not in NAMES:
             raise NoKernel
-    parts = NAMES[weight.dtype], "" if bias is None else NAMES[bias.dtype], channels, taps, activation is not None
+    activates = activation is not None
+    parts = NAMES[weight.dtype], "" if bias is None else NAMES[bias.dtype], channels, taps, held_taps, activates
     address = kernel("states", "convolution", NAMES[dtype], NAMES[state.dtype], *parts)
     addresses = [*(tensor.data_ptr() for tensor in held), 0][:2]
     fields: list[int | Operand] = [x.operand(), result.operand(True), *addresses, int(x.like.stride(0))]
     fields += [state.layer, state.number]
     return Step("convolution", address, flags(channels // _LANES, 2), fields, held)
+
+
+def recurrence(state: State, given: Given, result: Part) -> Step:
+    """Return the kernel of a linear recurrence: x and a `(n, 1, C)`, a state `(C,)`.
+
+    Raises:
+        NoKernel: there is none for these arguments.
+    """
+    x, gate = given["hidden_states"], given["gate"]
+    if not isinstance(x, Part) or not isinstance(gate, Part) or len(given) > 2:
+        raise NoKernel
+    if x.like.ndim != 3 or not result.is_whole:
+        raise NoKernel
+    rows, _, channels = x.like.shape
+    if channels % _LANES or state.shape != (channels,) or state.dtype is not torch.float32:
+        raise NoKernel
+    shape, dtype = (rows, 1, channels), result.like.dtype
+    strides = [_row_stride(x, shape, dtype), _row_stride(gate, shape)]
+    address = kernel("states", "recurrence", NAMES[dtype], NAMES[state.dtype], NAMES[gate.like.dtype], channels)
+    fields = [x.operand(), gate.operand(), result.operand(True), *strides, state.layer, state.number]
+    return Step("recurrence", address, flags(channels // _LANES, 2), fields)
 
 
 def delta(state: State, given: Given, result: Part) -> Step:
@@ -197,9 +222,11 @@ def _for_heads(tensor: Any, heads: int, size: int, states: int | None, is_first:
 
 STEPS = {
     "causal_conv1d_update": convolution,
+    "griffin_convolution_step": convolution,
+    "rg_lru_step": recurrence,
     "torch_recurrent_gated_delta_rule": delta,
     "recurrent_kimi_delta_attention": delta,
     "mamba_selective_state_update": scan,
     "mamba2_selective_state_update": scan,
 }
-"""Kernels by the name of transformers' function."""
+"""Kernels by the name of the function that computes the step."""

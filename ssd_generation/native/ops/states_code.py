@@ -1,4 +1,4 @@
-"""Code for recurrent states in LLVM IR: steps of a causal convolution, of the gated delta rule, of a selective scan.
+"""Code for recurrent states in LLVM IR: steps of convolutions and scans.
 
 A kernel goes through the tokens of each text in order and updates the state of the text's row, in place. A token's
 result is computed in the same way whatever tokens come before it in the pass. All intermediate results are float32.
@@ -128,23 +128,26 @@ class _States(Module):
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def convolution(self, weight: str, bias_type: str, channels: int, taps: int, activates: bool) -> None:
+    def convolution(
+        self, weight: str, bias_type: str, channels: int, taps: int, held_taps: int, activates: bool
+    ) -> None:
         """Append each token to the last ones, and multiply the last K tokens by the weights of each channel.
 
-        The record: x, y, weight `(C, K)`, bias `(C,)`, stride of x from a token to the next, layer, state `(C, K)`. y
-        is `(n, C)`.
+        The record: x, y, weight `(C, K)`, bias `(C,)`, stride of x from a token to the next, layer, state. y is
+        `(n, C)`.
 
         Args:
             weight: type of the weight.
             bias_type: type of the bias; empty where there is none.
             channels: C, a multiple of 16.
             taps: K.
+            held_taps: number of tokens that the state `(C, …)` holds: K, or K − 1.
             activates: whether SiLU follows.
         """
         b, task = self.kernel()
         x, y, weights, biases = task.operand(b, 2), task.operand(b, 4), task.address(b, 6), task.address(b, 7)
         stride = task.field(b, 8)
-        wide = ir.VectorType(STORED[self._state], LANES * taps)
+        wide = ir.VectorType(STORED[self._state], LANES * held_taps)
 
         def lanes(numbers: list[int]) -> Any:
             return ir.Constant(ir.VectorType(I32, len(numbers)), numbers)
@@ -156,10 +159,10 @@ class _States(Module):
                 count = LANES * k
                 padded = b.shuffle_vector(value, value, lanes([at % LANES for at in range(count)]))
                 joined = b.shuffle_vector(joined, padded, lanes([*range(count), *range(count, count + LANES)]))
-            order = [LANES * k + at for at in range(LANES) for k in range(taps)]
+            order = [LANES * k + at for at in range(LANES) for k in range(held_taps)]
             return b.shuffle_vector(joined, joined, lanes(order))
 
-        with self._items(b, task, 9, channels // LANES, channels * taps) as item:
+        with self._items(b, task, 9, channels // LANES, channels * held_taps) as item:
             channel = b.mul(item.index, integer(LANES))
             of_weights = self.at(b, weights, b.mul(channel, integer(taps)), STORED[weight])
             stored = b.load(of_weights, typ=ir.VectorType(STORED[weight], LANES * taps), align=1)
@@ -169,19 +172,51 @@ class _States(Module):
             ]
             bias = self._vector(b, biases, channel, bias_type) if bias_type else splat(FLOAT, 0.0)
             held = b.load(item.source, typ=wide, align=1)
-            last = [b.shuffle_vector(held, held, lanes([taps * at + k for at in range(LANES)])) for k in range(taps)]
+            last = [
+                b.shuffle_vector(held, held, lanes([held_taps * at + k for at in range(LANES)]))
+                for k in range(held_taps)
+            ]
             with self.loop(b, item.begin, item.end, integer(1), last) as (token, carried):
                 with b.if_then(b.icmp_signed("==", token, item.save_at)):
                     b.store(together(carried), item.saved, align=1)
                 new = self.activations(b, x, b.add(b.mul(token, stride), channel), integer(LANES))
-                carried[:] = [*carried[1:], self.narrow(b, new, self._state)]
+                window = [*carried, self.narrow(b, new, self._state)]
+                carried[:] = window[-held_taps:]
                 total = bias
-                for factor, value in zip(factors, carried, strict=True):
+                for factor, value in zip(factors, window[-taps:], strict=True):
                     total = self.fma(b, factor, self.floats(b, value, self._state), total)
                 if activates:
                     total = self.silu(b, self.rounded(b, total))
                 self._store(b, total, y, b.add(b.mul(token, integer(channels)), channel), self.activation)
             b.store(together(last), item.working, align=1)
+        b.ret_void()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def recurrence(self, gates: str, channels: int) -> None:
+        """Compute a step of a linear recurrence: h ← a h + x, y = h.
+
+        The record: x, a, y, the strides of x and a from a token to the next, layer, state `(C,)`. y is `(n, C)`.
+        (Griffin, De et al., arXiv 2402.19427, equation 4.)
+
+        Args:
+            gates: type of a.
+            channels: C, a multiple of 16.
+        """
+        b, task = self.kernel()
+        x, gate, y = (task.operand(b, at) for at in range(2, 8, 2))
+        x_stride, gate_stride = task.field(b, 8), task.field(b, 9)
+        with self._items(b, task, 10, channels // LANES, channels) as item:
+            channel = b.mul(item.index, integer(LANES))
+            state = [self._vector(b, item.source, integer(0), self._state)]
+            with self.loop(b, item.begin, item.end, integer(1), state) as (token, carried):
+                with b.if_then(b.icmp_signed("==", token, item.save_at)):
+                    self._store(b, carried[0], item.saved, integer(0), self._state)
+                decay = self._vector(b, gate, b.add(b.mul(token, gate_stride), channel), gates)
+                value = self.activations(b, x, b.add(b.mul(token, x_stride), channel), integer(LANES))
+                carried[0] = b.fadd(b.fmul(decay, carried[0]), value)
+                self._store(b, carried[0], y, b.add(b.mul(token, integer(channels)), channel), self.activation)
+            self._store(b, state[0], item.working, integer(0), self._state)
         b.ret_void()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -380,7 +415,7 @@ def states_module(what: str, activation: str, state: str, *parts: Any) -> str:
     """Return the text of a module whose kernel updates recurrent states.
 
     Args:
-        what: `"convolution"`, `"delta"` or `"scan"`; see the methods of `_States`.
+        what: `"convolution"`, `"recurrence"`, `"delta"` or `"scan"`; see the methods of `_States`.
         activation: type of activations: `"float32"`, `"bfloat16"` or `"float16"`.
         state: type of the states.
         parts: the method's arguments.
