@@ -187,6 +187,30 @@ def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "cached_measurement", lambda model, described, measure, *_, **__: measure())
 
 
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count the passes of targets and drafts by how they are run."""
+    from ssd_generation.forward import draft_passes, runners
+
+    counts = {"captured": 0, "own code": 0, "captured drafts": 0, "drafts by own code": 0}
+
+    def counting(kind: type, method: str, what: str) -> None:
+        original = getattr(kind, method)
+
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(self, *args, **kwargs)
+            counts[what] += found is not None
+            return found
+
+        monkeypatch.setattr(kind, method, counted)
+
+    counting(runners.CapturedRunner, "run", "captured")
+    counting(runners.EagerRunner, "run", "own code")
+    counting(draft_passes._CapturedDraftPasses, "__call__", "captured drafts")
+    counting(draft_passes._ModelDraftPasses, "__call__", "drafts by own code")
+    return counts
+
+
 @pytest.fixture(autouse=True)
 def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse connections beyond this machine, except in tests marked `slow`."""

@@ -31,7 +31,7 @@ from ssd_generation.forward.captured.fx_graph import CapturedPass, at_length, of
 from ssd_generation.forward.captured.passes import CapturedPasses, captured_target
 from ssd_generation.forward.captured.rewrites import share_results
 from ssd_generation.support.versions import CACHE
-from tiny_models import FAMILIES, forget_measurements, prompt, tiny_model
+from tiny_models import FAMILIES, WINDOW, forget_measurements, left_padded, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
 NEW = 10
@@ -66,12 +66,11 @@ def refusal(model: PreTrainedModel) -> str | None:
 # --------------------------------------------------------------------------------------------------
 
 OWN_ATTENTION = "code of its own"
-SLIDING = r"an unsupported attention \(sliding_window\)"
+WINDOWED = ("gemma2", "gemma3", "gpt_oss", "mistral", "qwen2-sliding")
 # `None`: captured. Only speed depends on a family's entry here, but a change should be noticed.
 REFUSALS = {
     **dict.fromkeys(FAMILIES),
     **dict.fromkeys(("bloom", "bloom-post-residual", "mpt"), OWN_ATTENTION),
-    **dict.fromkeys(("gemma2", "gemma3", "gpt_oss", "mistral", "qwen2-sliding"), SLIDING),
     "falcon-alibi": "mask",
     "llama4": "chunked",
 }
@@ -92,6 +91,27 @@ def test_which_families_are_captured(family: str) -> None:
         assert reason is not None
         with pytest.raises(CannotCapture, match=expected):
             raise CannotCapture(reason)
+
+
+@pytest.mark.measures  # the bits of passes over several rows
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["int8", "skip"])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_drafts_beyond_a_sliding_window_are_captured(family: str, kind: str, rows: int, passes: dict[str, int]) -> None:
+    drafting = DraftingConfig(policy="fixed", max_draft_length=WINDOW + 3)
+    config = SelfSpeculativeConfig(precision="int8", drafting=drafting)
+    if kind == "skip":
+        config = SelfSpeculativeConfig(skip=SkipConfig(attention=[1]), drafting=drafting)
+    model: Any = enable_self_speculative(tiny_model(family))
+    model.generation_config.eos_token_id = None
+    options = {**left_padded([21, 15, 18][:rows]), "max_new_tokens": 40, "do_sample": False}
+    undrafted = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+    expected = model.generate(**options, self_speculative=undrafted)  # the model's check, too
+    passes.update(dict.fromkeys(passes, 0))
+    assert torch.equal(model.generate(**options, self_speculative=config), expected)
+    assert passes["captured drafts"] > 5 and not passes["drafts by own code"]
+    if kind == "int8":
+        assert model.last_speculation.acceptance_rate > 0.4
 
 
 def test_capturing_runs_no_large_product_and_leaves_no_trace(model: PreTrainedModel) -> None:

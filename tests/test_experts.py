@@ -128,6 +128,19 @@ def test_kernels_compute_what_torch_computes(
     assert close(layer.native()(*inputs), layer(*inputs))
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])  # with biases, stored by input; without
+def test_drafts_in_bfloat16_of_experts_in_float32(family: str) -> None:
+    layer: Any = experts_of(with_experts(family))[0]
+    native = native_experts(layer, torch.bfloat16)
+    assert native is not None
+    x = torch.randn(3, layer.down_proj.shape[2 if family == "gpt_oss" else 1])
+    chosen, weights = torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.rand(3, 2)
+    with torch.no_grad():
+        found, true = native(x.bfloat16(), chosen, weights), run_experts(layer, x, chosen, weights)
+    assert found.dtype is torch.bfloat16
+    assert (found.float() - true).abs().max() < 0.03 * true.abs().max()
+
+
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 10**6), st.booleans())
 def test_a_token_does_not_depend_on_the_others(tokens: int, slots: int, seed: int, by_input: bool) -> None:
     torch.manual_seed(seed)

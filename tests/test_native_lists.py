@@ -114,6 +114,18 @@ def true_attention(
     ).transpose(1, 2)
 
 
+def test_rows_of_a_draft_follow_those_before_them() -> None:
+    """Attention by torch, where a draft has written tokens that the layer does not count."""
+    layer: Any = Layer(40, 8, torch.float32, window=6)
+    layer.end = 20
+    query, attention = queries(2, 8, torch.float32), RowAttention()
+    attention.begin([layer], 20, 5)
+    attention.move_to(25, 2)
+    key, value = (buffer[:, :, 25:27].clone() for buffer in (layer.key_buffer, layer.value_buffer))
+    found = attention.attend(query.transpose(1, 2), key, value, 0, 0.3)
+    torch.testing.assert_close(found.double(), true_attention(query, layer, 25))
+
+
 def queries(rows: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn((1, rows, HEADS, size), generator=torch.Generator().manual_seed(seed)).to(dtype)
 

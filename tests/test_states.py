@@ -27,7 +27,6 @@ from ssd_generation import (
 )
 from ssd_generation.cache.buffered_layers import BufferedStatesLayer, add_buffers, drop_buffers
 from ssd_generation.cache.recurrent import Checkpoint, PassState, PassStates, states_in
-from ssd_generation.forward import draft_passes, runners
 from ssd_generation.forward.captured import griffin, state_steps
 from ssd_generation.forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
 from ssd_generation.forward.captured.cache_attention import CacheAttention
@@ -519,28 +518,6 @@ def decoded(model: Any, ids: torch.Tensor, config: Any = None, **options: Any) -
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     kwargs = {"max_new_tokens": 40, "do_sample": False, **options}
     return model.generate(ids, **kwargs, **({} if config is None else {"self_speculative": config}))
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Count the passes of targets and drafts by how they are run."""
-    counts = {"captured": 0, "own code": 0, "captured drafts": 0, "drafts by own code": 0}
-
-    def counting(kind: type, method: str, what: str) -> None:
-        original = getattr(kind, method)
-
-        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = original(self, *args, **kwargs)
-            counts[what] += found is not None
-            return found
-
-        monkeypatch.setattr(kind, method, counted)
-
-    counting(runners.CapturedRunner, "run", "captured")
-    counting(runners.EagerRunner, "run", "own code")
-    counting(draft_passes._CapturedDraftPasses, "__call__", "captured drafts")
-    counting(draft_passes._ModelDraftPasses, "__call__", "drafts by own code")
-    return counts
 
 
 @from_5_23

@@ -112,7 +112,7 @@ class RowAttention(CacheAttention):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        at, count, window = self.ends[layer], self.count, self.windows[layer]
+        at, count, window = self.ends[layer] + self.at - self._begun, self.count, self.windows[layer]
         key_buffer, value_buffer = self.key_buffers[layer], self.value_buffers[layer]
         key_buffer.narrow(2, at, count).copy_(key[:, :, :count])
         value_buffer.narrow(2, at, count).copy_(value[:, :, :count])
@@ -189,9 +189,9 @@ def uneven(captured: CapturedPass) -> str | None:
     return None
 
 
-def live_layers_of_any_window(cache: Cache) -> list[BufferedLayer] | None:
+def live_layers_of_any_window(cache: Cache, skipped: frozenset[int] = frozenset()) -> list[BufferedLayer] | None:
     """Return the layers whose keys and values a pass writes, or `None` where one is of another kind."""
-    layers: list[Any] = [layer for layer in cache.layers if not has_no_keys(layer)]
+    layers: list[Any] = [layer for at, layer in enumerate(cache.layers) if at not in skipped and not has_no_keys(layer)]
     kinds = BufferedLayer, BufferedStatesLayer, BufferedSlidingLayer
     if any(type(layer) not in kinds or not layer.is_initialized for layer in layers):
         return None

@@ -155,6 +155,9 @@ def native_experts(module: nn.Module, activation: torch.dtype | None = None) -> 
     if not all(one.have_kernels() for one in matrices) or (activation or torch.float32) not in NAMES:
         return None
     up, down = matrices
+    is_mixed = activation not in (None, up.weight.dtype)
+    if is_mixed and form.has_bias and not form.is_transposed:
+        return None  # that kernel reads biases as activations
     inner, outer = (1, 2) if form.is_transposed else (2, 1)
     middle = down.weight.shape[inner]
     if up.weight.shape[0] != down.weight.shape[0] or up.weight.shape[outer] != middle * (1 + form.has_gate):

@@ -145,6 +145,7 @@ class CapturedPasses:
         self._is_native = may_be and model.dtype in NAMES and why_not() is None
         self._longest = TEXT_WIDTHS[-1] if self._is_native else LONGEST
         self._dtype = model.dtype
+        self._has_windows = any(windows_of(model))
         self._capture = self._pass_capture(model, leaves_out)
         self.refusal: str | None = None
         self.uneven: str | None = None
@@ -152,10 +153,14 @@ class CapturedPasses:
 
     def _pass_capture(self, model: PreTrainedModel, leaves_out: bool) -> PassCapture:
         """Return the capture of the passes; with JIT-compiled kernels, it is shared where nothing is left out."""
-        knows_windows, is_native = self.batch_invariance is not None, self._is_native
-        is_alike = is_native and not leaves_out and (knows_windows or not any(windows_of(model)))
+        is_alike = self._is_native and not leaves_out and (self._knows_windows or not self._has_windows)
         whole = state_of(model).get(CapturedPart).of(model).whole_of(model) if is_alike else None
-        return PassCapture(self._skip_mode, knows_windows, whole, does_one=is_native)
+        return PassCapture(self._skip_mode, self._knows_windows, whole, does_one=self._is_native)
+
+    @property
+    def _knows_windows(self) -> bool:
+        """Tell whether the attention of the passes knows about sliding windows."""
+        return self.batch_invariance is not None or (self._is_native and self._has_windows)
 
     @property
     def is_draft(self) -> bool:
@@ -256,7 +261,7 @@ class CapturedPasses:
         return program
 
     def _live(self, cache: Cache) -> list[BufferedLayer] | None:
-        live = live_layers(cache, self._skipped) if self.batch_invariance is None else live_layers_of_any_window(cache)
+        live = (live_layers_of_any_window if self._knows_windows else live_layers)(cache, self._skipped)
         if live is not None and self._is_native and any(layer.dtype is not self._dtype for layer in live):
             return None  # torch's attention would accept it
         return live
@@ -279,7 +284,7 @@ class CapturedPasses:
                 layer.lazy_initialization(*states)
 
     def _new_attention(self) -> CacheAttention:
-        return CacheAttention() if self.batch_invariance is None else RowAttention()
+        return RowAttention() if self._knows_windows else CacheAttention()
 
     def _begin(
         self,
@@ -470,7 +475,7 @@ class CapturedPasses:
             if not self._is_native:
                 try_out(model, program)
         elif is_compared:
-            compare_with_model(model, program, digest, self._attending, self.batch_invariance is not None)
+            compare_with_model(model, program, digest, self._attending, self._knows_windows)
         return program
 
     def _invariant_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:

@@ -252,7 +252,7 @@ class _Work:
         self.pairs = b.mul(task.entry(b, 0), task.field(b, 9))
         self._plan = _Plan(task.operand(b, 7), task.field(b, 10), self.pairs)
         self.layer = Layer.of(module, b, task.address(b, 2))
-        self._sizes = BYTES[weight], BYTES[module.activation], BYTES["float32"]
+        self._sizes = BYTES[weight], BYTES[weight], BYTES["float32"]
         self._own = b.alloca(I64, size=integer(len(LAYER_FIELDS)))
         for at, number in ((3, self.layer.columns), (4, self.layer.rows)):
             b.store(number, module.at(b, self._own, integer(at), I64))
@@ -388,7 +388,7 @@ class _Columns(Module):
 
     def _finish(self, b: Any, layer: Layer, sums: Any, rows: Any, y: Any, n: Any, width: Any) -> None:
         """Write the outputs: the sums, plus the bias, which torch adds to the rounded sum."""
-        kind = STORED[self.activation]
+        kind, of_bias = STORED[self.activation], STORED[self._weight]
         has_bias = b.icmp_unsigned("!=", b.ptrtoint(layer.bias, I64), integer(0))
         with self.loop(b, integer(0), rows, integer(1), []) as (m, _):  # noqa: SIM117
             with self.loop(b, integer(0), width, integer(LANES), []) as (at, _):
@@ -396,8 +396,8 @@ class _Columns(Module):
                 value = b.load(self.at(b, sums, b.add(b.mul(m, integer(_WIDE)), at), FLOAT), typ=FLOATS, align=4)
                 plain = b.block
                 with b.if_then(has_bias):
-                    its_bias = self.at(b, layer.bias, b.add(n, at), kind)
-                    bias = self.floats(b, self.load(b, its_bias, kind, left), self.activation)
+                    its_bias = self.at(b, layer.bias, b.add(n, at), of_bias)
+                    bias = self.floats(b, self.load(b, its_bias, of_bias, left), self._weight)
                     biased, with_bias = b.fadd(self.rounded(b, value), bias), b.block
                 total = b.phi(FLOATS)
                 total.add_incoming(value, plain)

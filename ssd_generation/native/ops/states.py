@@ -108,7 +108,8 @@ def recurrence(state: State, given: Given, result: Part) -> Step:
     shape, dtype = (rows, 1, channels), result.like.dtype
     strides = [_row_stride(x, shape, dtype), _row_stride(gate, shape)]
     address = kernel("states", "recurrence", NAMES[dtype], NAMES[state.dtype], NAMES[gate.like.dtype], channels)
-    fields = [x.operand(), gate.operand(), result.operand(True), *strides, state.layer, state.number]
+    fields: list[int | Operand] = [x.operand(), gate.operand(), result.operand(True), *strides]
+    fields += [state.layer, state.number]
     return Step("recurrence", address, flags(channels // _LANES, 2), fields)
 
 
