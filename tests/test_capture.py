@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import threading
 import types
 import weakref
@@ -72,7 +73,6 @@ REFUSALS = {
     **dict.fromkeys(FAMILIES),
     **dict.fromkeys(("bloom", "bloom-post-residual", "mpt"), OWN_ATTENTION),
     "falcon-alibi": "mask",
-    "llama4": "chunked",
 }
 
 
@@ -95,8 +95,7 @@ def test_which_families_are_captured(family: str) -> None:
 
 @pytest.mark.measures  # the bits of passes over several rows
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", ["int8", "skip"])
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize(("family", "kind"), [*itertools.product(WINDOWED, ("int8", "skip")), ("llama4", "skip")])
 def test_drafts_beyond_a_sliding_window_are_captured(family: str, kind: str, rows: int, passes: dict[str, int]) -> None:
     drafting = DraftingConfig(policy="fixed", max_draft_length=WINDOW + 3)
     config = SelfSpeculativeConfig(precision="int8", drafting=drafting)

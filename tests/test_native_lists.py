@@ -100,8 +100,11 @@ def true_attention(
         for buffer in (layer.key_buffer, layer.value_buffer)
     )
     mask = torch.ones((rows, end), dtype=torch.bool).tril_(at)
-    if layer.sliding_window is not None:
+    if layer.sliding_window is not None and layer.sliding_window > 0:
         mask = mask.triu_(at + 1 - layer.sliding_window)
+    elif layer.sliding_window is not None:
+        chunks = torch.arange(end) // -layer.sliding_window
+        mask &= chunks[at:, None] == chunks
     if cap is not None or sinks is not None:
         scores = query.double().transpose(1, 2) @ keys.transpose(2, 3) * scale
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -114,16 +117,17 @@ def true_attention(
     ).transpose(1, 2)
 
 
-def test_rows_of_a_draft_follow_those_before_them() -> None:
+@pytest.mark.parametrize("window", [None, 6, -6])
+def test_rows_of_a_draft_follow_those_before_them(window: int | None) -> None:
     """Attention by torch, where a draft has written tokens that the layer does not count."""
-    layer: Any = Layer(40, 8, torch.float32, window=6)
+    layer: Any = Layer(40, 8, torch.float32, window)
     layer.end = 20
-    query, attention = queries(2, 8, torch.float32), RowAttention()
+    query, attention = queries(2, 8, torch.float32), RowAttention([window])
     attention.begin([layer], 20, 5)
     attention.move_to(25, 2)
     key, value = (buffer[:, :, 25:27].clone() for buffer in (layer.key_buffer, layer.value_buffer))
     found = attention.attend(query.transpose(1, 2), key, value, 0, 0.3)
-    torch.testing.assert_close(found.double(), true_attention(query, layer, 25))
+    torch.testing.assert_close(found.double(), true_attention(query, layer, 25), rtol=1e-5, atol=1e-6)
 
 
 def queries(rows: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -168,7 +172,7 @@ def test_capped_scores_and_sinks(dtype: torch.dtype, sunk: float | None, cap: fl
     size=st.sampled_from([8, 24, 64]),
     at=st.integers(0, 600),
     rows=st.integers(1, 9),
-    window=st.sampled_from([None, 1, 7, 300]),
+    window=st.sampled_from([None, 1, 7, 300, -1, -7, -300]),
     count=st.integers(1, 4),
     shift=st.integers(0, 3),
 )
@@ -449,7 +453,7 @@ def test_lists_change_no_bit(family: str, dtype: torch.dtype, monkeypatch: pytes
         model = enable_self_speculative(even_model(family).to(dtype))
         if not lists:
             monkeypatch.setattr(passes, "use_kernel_lists", lambda *rest: None)
-            monkeypatch.setattr(passes.CapturedPasses, "_new_attention", lambda self: OneByOne())
+            monkeypatch.setattr(passes.CapturedPasses, "_new_attention", lambda self: OneByOne(self._windows))
         found = captured_target(model, BatchInvariance("native", WIDTHS))
         if found is None or found.program(3) is None:
             pytest.skip("its passes are not captured")

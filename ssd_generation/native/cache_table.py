@@ -22,8 +22,9 @@ at which the texts' fields begin."""
 
 FIELDS = ("keys", "values", "key head", "value head", "end", "window", "key row", "value row", "dropped", "states")
 """Fields of a layer: addresses; strides from a head to the next, in numbers; the first free slot; tokens that a token
-sees, 0 for all; strides from a row of the cache to the next; number of slots of a text no longer in the layer; and the
-index in the table at which the addresses of its states begin, three for each (`STATE_FIELDS`)."""
+sees, 0 for all, or less than 0: minus the size of the chunks of a text, of which it sees its own; strides from a row of
+the cache to the next; number of slots of a text no longer in the layer; and the index in the table at which the
+addresses of its states begin, three for each (`STATE_FIELDS`)."""
 
 STATE_FIELDS = ("source", "working", "saved")
 """Addresses of a state before the pass, of the one that it leaves, and of the one that it saves, 0 for none."""
@@ -57,7 +58,7 @@ class LayerPlace(NamedTuple):
         keys, values: buffers `(rows, heads, slots, size)`, the slots of a head without gaps; `None`: the pass has no
             attention in this layer.
         end: the first free slot.
-        window: tokens that a token sees; `None`: all.
+        window: tokens that a token sees, or minus the size of chunks; `None`: all.
         dropped: slots of each text that are no longer in the layer.
         states: `STATE_FIELDS` of each recurrent state of the layer, as tensors `(rows, …)` without gaps.
     """

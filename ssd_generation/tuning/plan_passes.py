@@ -8,9 +8,8 @@ import torch
 
 from ..cache.recurrent import has_states
 from ..config.values import BITWISE, NUMERIC
-from ..forward.captured.any_length import windows_of
 from ..forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
-from ..forward.captured.conditions import why_no_batch_captured, why_not_captured
+from ..forward.captured.conditions import why_no_batch_captured, why_not_captured, windows_of
 from ..forward.cuda_graph.graph_passes import target_graphs
 from ..forward.pass_plan import PassPlan
 from ..support.warn import warn_once

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...cache.recurrent import has_states, usual_layers
+from ...cache.recurrent import has_states
 from ..structure.positions import cut_to_table
 from ..structure.skip_mode import SkipMode
 from ..structure.weights import fingerprint
 from .capture import CannotCapture, capture_pass
+from .conditions import windows_of
 from .fx_graph import CapturedPass, at_length, of_any_length, same_pass
 from .state_steps import StatePlace, states_of
 
@@ -19,15 +20,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["LONGEST", "PassCapture", "Rewrites", "WholeCapture", "windows_of"]
+__all__ = ["LONGEST", "PassCapture", "Rewrites", "WholeCapture"]
 
 LONGEST = 33
 """Tokens of the longest captured pass; longer ones are rare, and Python takes a small part of their time."""
-
-
-def windows_of(model: PreTrainedModel) -> list[int | None]:
-    """Return how many tokens the attention of each layer sees; `None`: all."""
-    return [getattr(layer, "sliding_window", None) for layer in usual_layers(model)]
 
 
 class Rewrites(NamedTuple):
@@ -99,6 +95,8 @@ class PassCapture:
             CannotCapture: the pass is no pure function of ids, positions and cache, or depends on the text's length.
         """
         windows = windows_of(model) if self._knows_windows else []
+        if not windows and any(window is not None and window < 0 for window in windows_of(model)):
+            raise CannotCapture("its attention is chunked")
         states = states_of(model) if has_states(model) else {}
         with nullcontext() if self._skip_mode is None else self._skip_mode:
             if length > 1 or self._does_one:

@@ -93,14 +93,21 @@ class BatchInvariance:
 
 
 class RowAttention(CacheAttention):
-    """Attention of each token separately, in passes that are filled up after their tokens."""
+    """Attention of each token separately, in passes that are filled up after their tokens.
 
-    __slots__ = ()
+    Args:
+        windows: window of each layer, as in `LayerPlace`.
+    """
+
+    __slots__ = ("_of_model",)
+
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        super().__init__()
+        self._of_model = list(windows)
 
     def _ends_and_windows(self, layers: Sequence[Any], at: int) -> tuple[list[int], list[int | None]]:
-        return [getattr(layer, "end", 0) for layer in layers], [
-            getattr(layer, "sliding_window", None) for layer in layers
-        ]
+        others = [None] * (len(layers) - len(self._of_model))
+        return [getattr(layer, "end", 0) for layer in layers], [*self._of_model, *others][: len(layers)]
 
     def attend(
         self,
@@ -125,6 +132,8 @@ class RowAttention(CacheAttention):
         for place in range(count):
             end = at + place + 1
             first = 0 if window is None else max(end - window, 0)
+            if window is not None and window < 0:
+                first = max(end - 1 - (end - 1 + self._dropped[layer]) % -window, 0)
             rows.append(
                 attended(
                     grouped[None, :, :, place],

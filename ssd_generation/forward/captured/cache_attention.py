@@ -160,7 +160,7 @@ class CacheAttention:
         self._stand_at(at, count)
 
     def _ends_and_windows(self, layers: Sequence[Any], at: int) -> tuple[list[int], list[int | None]]:
-        """Return, by layer, the slot of the first token, and the number of tokens that a token sees (`None`: all)."""
+        """Return, by layer, the slot of the first token, and the window, as in `LayerPlace`."""
         return [at] * len(layers), [None] * len(layers)
 
     def move_to(self, at: int, count: int) -> None:

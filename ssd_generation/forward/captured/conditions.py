@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from ...cache.recurrent import has_states, has_states_alone
+from ...cache.recurrent import has_states, has_states_alone, usual_layers
 from ...support.model_state import Part, state_of
 from ...support.once import looked_at_once
 from ...support.structure import modules_of
@@ -32,6 +32,7 @@ __all__ = [
     "why_no_batch_captured",
     "why_not_captured",
     "why_not_on",
+    "windows_of",
 ]
 
 
@@ -93,7 +94,7 @@ def why_not_on(
             return "its attention implementation is not sdpa"
         if not layers_that_attend(model):
             return "its attention is code of its own, not called through transformers' interface"
-    if "chunked_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()):
+    if device.type != "cpu" and any(window is not None and window < 0 for window in windows_of(model)):
         return "its attention is chunked"
     if has_states(model) and device.type != "cpu":
         return "it has recurrent states"
@@ -122,6 +123,17 @@ def why_not_on(
         if not is_replaced and not type(module).__module__.startswith(_CAPTURED_CODE):
             return f"{type(module).__name__} is not a class of torch, transformers or PEFT"
     return active_dropout(model)
+
+
+def windows_of(model: PreTrainedModel) -> list[int | None]:
+    """Return the number of tokens that the attention of each layer sees, or minus the size of chunks; `None`: all.
+
+    In chunked attention (Llama 4) a token sees those before it in its own chunk of the text.
+    """
+    windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in usual_layers(model)]
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    chunked = {index for index, kind in enumerate(types) if kind == "chunked_attention"}
+    return [-size if size and index in chunked else size for index, size in enumerate(windows)]
 
 
 EAGER = frozenset({"eager_attention_forward"})

@@ -34,7 +34,7 @@ from ..structure.adapters import adapters_in_use
 from ..structure.skip_mode import SkipMode
 from ..structure.sublayers import layout_of
 from ..structure.weights import fingerprint
-from .any_length import LONGEST, PassCapture, Rewrites, WholeCapture, windows_of
+from .any_length import LONGEST, PassCapture, Rewrites, WholeCapture
 from .batch_invariance import (
     LINEARS,
     TEXT_WIDTHS,
@@ -45,7 +45,7 @@ from .batch_invariance import (
 )
 from .cache_attention import CacheAttention, live_layers
 from .capture import CannotCapture
-from .conditions import why_not_captured
+from .conditions import why_not_captured, windows_of
 from .expert_layers import native_experts
 from .fx_graph import CapturedPass, CopiedWeight, Program, compile_pass
 from .head import leave_out_head, only_head
@@ -145,7 +145,7 @@ class CapturedPasses:
         self._is_native = may_be and model.dtype in NAMES and why_not() is None
         self._longest = TEXT_WIDTHS[-1] if self._is_native else LONGEST
         self._dtype = model.dtype
-        self._has_windows = any(windows_of(model))
+        self._windows = windows_of(model)
         self._capture = self._pass_capture(model, leaves_out)
         self.refusal: str | None = None
         self.uneven: str | None = None
@@ -153,14 +153,14 @@ class CapturedPasses:
 
     def _pass_capture(self, model: PreTrainedModel, leaves_out: bool) -> PassCapture:
         """Return the capture of the passes; with JIT-compiled kernels, it is shared where nothing is left out."""
-        is_alike = self._is_native and not leaves_out and (self._knows_windows or not self._has_windows)
+        is_alike = self._is_native and not leaves_out and (self._knows_windows or not any(self._windows))
         whole = state_of(model).get(CapturedPart).of(model).whole_of(model) if is_alike else None
         return PassCapture(self._skip_mode, self._knows_windows, whole, does_one=self._is_native)
 
     @property
     def _knows_windows(self) -> bool:
         """Tell whether the attention of the passes knows about sliding windows."""
-        return self.batch_invariance is not None or (self._is_native and self._has_windows)
+        return self.batch_invariance is not None or (self._is_native and any(self._windows))
 
     @property
     def is_draft(self) -> bool:
@@ -284,7 +284,7 @@ class CapturedPasses:
                 layer.lazy_initialization(*states)
 
     def _new_attention(self) -> CacheAttention:
-        return RowAttention() if self._knows_windows else CacheAttention()
+        return RowAttention(self._windows) if self._knows_windows else CacheAttention()
 
     def _begin(
         self,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...cache.arena import BUCKETS, Arena
-from ..captured.any_length import PassCapture, Rewrites, windows_of
+from ..captured.any_length import PassCapture, Rewrites
+from ..captured.conditions import windows_of
 from ..captured.fx_graph import CapturedPass, Program, compile_pass
 from ..captured.rewrites import share_results, use_rows
 from ..structure.skip_mode import SkipMode

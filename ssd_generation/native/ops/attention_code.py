@@ -178,6 +178,9 @@ class _Attention(Module):
             start = b.sub(start, fields[8])
             window = fields[5]
             outside = b.select(b.icmp_signed(">", window, integer(0)), b.sub(last, window), integer(0))
+            own, is_chunk = b.sub(last, integer(1)), b.icmp_signed("<", window, integer(0))
+            chunk = b.select(is_chunk, b.sub(integer(0), window), integer(1))
+            outside = b.select(is_chunk, b.sub(own, b.srem(b.sub(own, start), chunk)), outside)
             begin = b.select(b.icmp_signed(">", outside, start), outside, start)
             begin = b.select(b.icmp_signed(">", begin, integer(0)), begin, integer(0))
             seen = b.select(is_token, b.sub(last, begin), integer(0))
