@@ -813,6 +813,38 @@ def test_a_prompt_is_scanned_by_kernels(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @from_5_23
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("has_state", [False, True])
+def test_the_scan_of_an_rg_lru_is_transformers_to_the_bit(dtype: torch.dtype, has_state: bool) -> None:
+    unit: Any = next(filter(griffin.is_rg_lru, made("recurrent_gemma").modules()))
+    x, gate = random(2, 9, 48, dtype=dtype, seed=1), random(2, 9, 48, dtype=dtype, seed=2).sigmoid()
+    reset = (torch.arange(9) == 0)[None, :, None].expand(2, -1, 1)
+    state = random(2, 48, seed=3) if has_state else None
+    before = None if state is None else state.clone()
+    with torch.no_grad():
+        true = unit._rnn_scan(x, gate, reset, state)
+        found = prompt_scans._rg_lru(lambda *_: pytest.fail("by transformers"), x, gate, reset, state)
+    assert all(torch.equal(one, other) and one.dtype is other.dtype for one, other in zip(found, true, strict=True))
+    assert state is None or torch.equal(state, before)  # type: ignore[arg-type]
+
+
+@from_5_23
+def test_scans_of_an_rg_lru_that_kernels_do_not_take() -> None:
+    x, gate, reset = random(2, 9, 40), random(2, 9, 40), torch.zeros((2, 9, 1), dtype=torch.bool)
+
+    scan: Any = prompt_scans._rg_lru
+
+    def asked(*given: torch.Tensor) -> Any:
+        return "by transformers"
+
+    assert scan(asked, x[..., :32], gate[..., :32], reset, None) == "by transformers"  # gradients
+    with torch.no_grad():
+        assert scan(asked, x[:, :1], gate[:, :1], reset[:, :1], None) == "by transformers"
+        assert scan(asked, x, gate, reset, None) == "by transformers"  # 40 is no multiple of 16
+        assert scan(asked, x[..., :32], gate[..., :32], reset, None) != "by transformers"
+
+
+@from_5_23
 def test_half_precision_that_is_to_be_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model = enable_self_speculative(
         tf.AutoModelForCausalLM.from_config(FAMILIES["bamba"](), dtype=torch.bfloat16).eval()
@@ -831,7 +863,7 @@ def test_half_precision_that_is_to_be_the_models_own(monkeypatch: pytest.MonkeyP
 def test_shapes_are_those_of_small_models(name: str) -> None:
     with torch.device("meta"):
         model = random_model(*hybrids.SHAPES[name], torch.bfloat16)
-    assert state_steps.layers_with_steps(model)
+    assert state_steps.layers_with_steps(model) or any(map(griffin.is_griffin_block, model.modules()))
     assert 300e6 < sum(parameter.nbytes for parameter in model.parameters()) < 1e9
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from .model_state import Part, state_of
 from .once import is_looking_once, looked_at_once
 
-__all__ = ["StructurePart", "follows_from_structure", "modules_of"]
+__all__ = ["StructurePart", "follows_from_structure", "is_of_transformers", "modules_of"]
 
 T = TypeVar("T")
 
@@ -79,6 +79,11 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     if not is_looking_once():
         return list(model.modules())
     return [module for reference in _structure_of(model).modules if (module := reference()) is not None]
+
+
+def is_of_transformers(module: nn.Module, *names: str) -> bool:
+    """Tell whether a module's class is one of transformers' that has one of these names."""
+    return type(module).__name__ in names and type(module).__module__.startswith("transformers.")
 
 
 def follows_from_structure(function: Callable[..., T]) -> Callable[..., T]:

@@ -136,6 +136,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 64,
         },
     ),
+    "RecurrentGemma": (
+        "recurrent_gemma",
+        {
+            **_TWELVE,
+            "hidden_size": 1024,
+            "intermediate_size": 6144,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "lru_width": 1024,
+            "max_position_embeddings": 4096,
+        },
+    ),
     "Jamba": (
         "jamba",
         {

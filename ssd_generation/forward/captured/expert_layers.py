@@ -19,7 +19,7 @@ from transformers.integrations import moe
 from ...native.codegen.compiler import why_not
 from ...native.ops.experts import ExpertWeights, NativeExperts
 from ...native.ops.kernels import NAMES
-from ...support.structure import modules_of
+from ...support.structure import is_of_transformers, modules_of
 
 __all__ = [
     "add_unchanged",
@@ -68,7 +68,7 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 
 def is_experts(module: nn.Module) -> bool:
     """Tell whether a module is a layer of experts that has the form of transformers' interface for them."""
-    has_loop = _is_of_transformers(module, *_WITH_LOOPS) and getattr(module, "down_proj", None) is not None
+    has_loop = is_of_transformers(module, *_WITH_LOOPS) and getattr(module, "down_proj", None) is not None
     return has_loop or runs_through_interface(module)
 
 
@@ -79,11 +79,7 @@ def runs_through_interface(module: nn.Module) -> bool:
 
 def computes_all_experts(module: nn.Module) -> bool:
     """Tell whether a module is a layer of experts that computes all of them for every token (Llama 4)."""
-    return _is_of_transformers(module, "Llama4TextExperts")
-
-
-def _is_of_transformers(module: nn.Module, *names: str) -> bool:
-    return type(module).__name__ in names and type(module).__module__.startswith("transformers.")
+    return is_of_transformers(module, "Llama4TextExperts")
 
 
 def has_experts(module: nn.Module) -> bool:

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["STATE_OF_BLOCKS", "is_griffin_block", "run_griffin_block"]
+from ...support.structure import is_of_transformers
+
+__all__ = ["STATE_OF_BLOCKS", "is_griffin_block", "is_rg_lru", "run_griffin_block"]
 
 STATE_OF_BLOCKS = {"griffin_convolution_step": "conv_state", "rg_lru_step": "state"}
 """Functions that compute one token's step, and the name of the argument that is the state."""
@@ -25,8 +27,12 @@ _SCALE = -8.0
 
 def is_griffin_block(module: nn.Module) -> bool:
     """Tell whether a module is one of transformers' recurrent blocks of Griffin."""
-    kind = type(module)
-    return kind.__name__ == "RecurrentGemmaRecurrentBlock" and kind.__module__.startswith("transformers.")
+    return is_of_transformers(module, "RecurrentGemmaRecurrentBlock")
+
+
+def is_rg_lru(module: nn.Module) -> bool:
+    """Tell whether a module is transformers' RG-LRU, a part of such a block."""
+    return is_of_transformers(module, "RecurrentGemmaRglru")
 
 
 def griffin_convolution_step(

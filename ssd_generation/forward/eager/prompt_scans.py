@@ -7,12 +7,13 @@ operation of torch for each token. On a CPU that takes most of a prompt's time.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from ...cache.recurrent import PassState, PassStates
@@ -22,8 +23,10 @@ from ...native.ops.kernels import NAMES
 from ...native.ops.pointwise import NoKernel, Part, likeness
 from ...native.ops.states import STEPS, State
 from ...native.sequence import Block, make_list
+from ...support.structure import modules_of
 from ..captured.cache_attention import CacheAttention
-from ..captured.replacing import layers_that_call, own_functions
+from ..captured.griffin import is_rg_lru
+from ..captured.replacing import layers_that_call, own_functions, own_methods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,10 +45,22 @@ def prompt_scans(model: PreTrainedModel, own_kernels: bool = False) -> AbstractC
         return None
     if own_kernels and model.dtype is not torch.float32:
         return None
-    layers = layers_that_call(model, frozenset(_SCANS))
-    if not layers:
+    layers, units = layers_that_call(model, frozenset(_SCANS)), list(filter(is_rg_lru, modules_of(model)))
+    if not layers and not units:
         return None
-    return own_functions(layers, frozenset(_SCANS), lambda name, function: partial(_scan, name, function))
+    return _replaced(layers, units)
+
+
+@contextmanager
+def _replaced(layers: list[nn.Module], units: list[nn.Module]) -> Iterator[None]:
+    with ExitStack() as stack:
+        if layers:
+            stack.enter_context(
+                own_functions(layers, frozenset(_SCANS), lambda name, function: partial(_scan, name, function))
+            )
+        if units:
+            stack.enter_context(own_methods(units, "_rnn_scan", lambda unit: partial(_rg_lru, unit._rnn_scan)))
+        yield
 
 
 def _scan(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +110,7 @@ def _run(
         part = given["dt"]
         size = first.shape[-1]
         given["dt"] = Part(part.block, part.like[..., None].expand(*part.like.shape, size))
-    if name in ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"):
+    if name in ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention", "rg_lru_step"):
         for key in tokens:  # which have a dimension for the tokens of a text
             given[key] = Part(given[key].block, given[key].like.unsqueeze(1))
     shape = tuple(given["value" if "value" in given else next(iter(tokens))].like.shape)
@@ -174,6 +189,27 @@ def _delta(name: str, given: dict[str, Any]) -> Any:
     others = {"output_final_state": True, "use_qk_l2norm_in_kernel": given.get("use_qk_l2norm_in_kernel", False)}
     result = _run(name, tokens, {}, others, state).to(given["query"].dtype)
     return result, state if given.get("output_final_state") else None
+
+
+def _rg_lru(
+    original: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    recurrent_gate: torch.Tensor,
+    reset: torch.Tensor,
+    recurrent_states: torch.Tensor | None,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the scan of an RG-LRU, which transformers does by operations of torch for each token."""
+    batch, count, width = hidden_states.shape
+    if count == 1 or others or torch.is_grad_enabled() or hidden_states.device.type != "cpu":
+        return original(hidden_states, recurrent_gate, reset, recurrent_states, **others)  # type: ignore[no-any-return]
+    state = _begun(recurrent_states, (batch, width))
+    tokens = {"hidden_states": hidden_states, "gate": recurrent_gate * ~reset}
+    try:
+        result = _run("rg_lru_step", tokens, {}, {}, state)
+    except NoKernel:
+        return original(hidden_states, recurrent_gate, reset, recurrent_states)  # type: ignore[no-any-return]
+    return result.to(hidden_states.dtype), state
 
 
 _SCANS: dict[str, Callable[[dict[str, Any]], Any]] = {
