@@ -113,6 +113,34 @@ def test_drafts_beyond_a_sliding_window_are_captured(family: str, kind: str, row
         assert model.last_speculation.acceptance_rate > 0.4
 
 
+@pytest.mark.measures
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gpt_neos_own_attention_is_captured(rows: int, passes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPTNeoConfig(
+        vocab_size=64, hidden_size=64, num_layers=4, num_heads=2, intermediate_size=128, max_position_embeddings=128,
+        attention_types=[[["global", "local"], 2]], window_size=WINDOW, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    enable_self_speculative(model)
+    options = {**left_padded([21, 15, 18][:rows]), "max_new_tokens": 40, "do_sample": False, "no_repeat_ngram_size": 2}
+    plain = model.generate(**options)
+    assert len(plain[0, 21:].unique()) > 5
+    for config in (
+        SelfSpeculativeConfig(drafting=DraftingConfig(policy="none")),
+        SelfSpeculativeConfig(precision="int8", drafting=DraftingConfig(policy="fixed", max_draft_length=4)),
+    ):
+        passes.update(dict.fromkeys(passes, 0))
+        assert torch.equal(model.generate(**options, self_speculative=config), plain)
+        assert passes["captured"] and not passes["drafts by own code"]
+    assert passes["captured drafts"] and not passes["own code"]
+    assert model.last_speculation.acceptance_rate > 0.5
+
+
 def test_capturing_runs_no_large_product_and_leaves_no_trace(model: PreTrainedModel) -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = capture_pass(model, 3, 7)

@@ -93,6 +93,7 @@ OF_TORCH: dict[str, Any] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "exp": torch.exp,
     "sigmoid": torch.sigmoid, "silu": functional.silu, "softplus": functional.softplus, "rsqrt": torch.rsqrt,
     "sqrt": torch.sqrt, "relu": torch.relu, "square": torch.square, "tanh": torch.tanh,
+    "cube": lambda x: torch.pow(x, 3),
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch.nn.modules import module as global_hooks
 from ...cache.recurrent import has_states, has_states_alone, usual_layers
 from ...support.model_state import Part, state_of
 from ...support.once import looked_at_once
-from ...support.structure import modules_of
+from ...support.structure import is_of_transformers, modules_of
 from ..structure.adapters import has_adapters
 from ..structure.dropout import active_dropout
 from ..structure.linears import is_plain
@@ -29,6 +29,7 @@ __all__ = [
     "forbid_capture",
     "has_patched_forward",
     "layers_that_attend",
+    "own_attentions",
     "why_no_batch_captured",
     "why_not_captured",
     "why_not_on",
@@ -92,7 +93,7 @@ def why_not_on(
     if implementation != "sdpa" and not has_states_alone(model):
         if implementation != "eager":
             return "its attention implementation is not sdpa"
-        if not layers_that_attend(model):
+        if not layers_that_attend(model) and (device.type != "cpu" or not own_attentions(model)):
             return "its attention is code of its own, not called through transformers' interface"
     if device.type != "cpu" and any(window is not None and window < 0 for window in windows_of(model)):
         return "its attention is chunked"
@@ -125,6 +126,11 @@ def why_not_on(
     return active_dropout(model)
 
 
+def own_attentions(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that attend by a method of their own that is known here, `_attn` (GPT-Neo)."""
+    return [module for module in modules_of(model) if is_of_transformers(module, "GPTNeoSelfAttention")]
+
+
 def windows_of(model: PreTrainedModel) -> list[int | None]:
     """Return the number of tokens that the attention of each layer sees, or minus the size of chunks; `None`: all.
 
@@ -133,7 +139,11 @@ def windows_of(model: PreTrainedModel) -> list[int | None]:
     windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in usual_layers(model)]
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     chunked = {index for index, kind in enumerate(types) if kind == "chunked_attention"}
-    return [-size if size and index in chunked else size for index, size in enumerate(windows)]
+    windows = [-size if size and index in chunked else size for index, size in enumerate(windows)]
+    for module in own_attentions(model):
+        if module.attention_type == "local":  # whose cache holds all tokens
+            windows[module.layer_id] = int(module.config.window_size)
+    return windows
 
 
 EAGER = frozenset({"eager_attention_forward"})

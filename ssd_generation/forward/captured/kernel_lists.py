@@ -48,9 +48,9 @@ _POINTWISE = {
 }
 """Elementwise operations that there are kernels for, by the name of torch's function."""
 
-_ELEMENTWISE = {*_OF_ONE, *_OF_TWO, "gelu_tanh", "scale"}
+_ELEMENTWISE = {*_OF_ONE, *_OF_TWO, "cube", "gelu_tanh", "scale"}
 
-_ROUNDED = {"exp", "sigmoid", "silu", "softplus", "tanh", "gelu_tanh", "sqrt", "rsqrt", "mean"}
+_ROUNDED = {"exp", "sigmoid", "silu", "softplus", "tanh", "gelu_tanh", "sqrt", "rsqrt", "cube", "mean"}
 """Steps that round otherwise than torch."""
 
 _FEW = 6
@@ -240,6 +240,8 @@ class _List:
             what, operands = "gelu_tanh", [self._operand(captured, args[0])]
         elif name == "pow" and args[1] in (2, 2.0):
             what, operands = "mul", [self._operand(captured, args[0])] * 2
+        elif name == "pow" and args[1] in (3, 3.0):
+            what, operands = "cube", [self._operand(captured, args[0])]
         elif name == "mean" and node.args[1:] in ((-1,), ([-1],)) and node.kwargs == {"keepdim": True}:
             result, x = self._result(node, shape), self._operand(captured, args[0])
             self._add(node, mean_step(result, _part(x), tokens_at), result)

@@ -18,7 +18,7 @@ from torch.fx import Node
 from ...config import SkipConfig
 from ..eager.module_states import Holder, module_states
 from ..structure.skip_mode import SkipMode
-from .conditions import EAGER, layers_that_attend
+from .conditions import EAGER, layers_that_attend, own_attentions
 from .expert_layers import add_unchanged, experts_of, run_experts, unchanged_from
 from .griffin import is_griffin_block, run_griffin_block
 from .latent_attention import EXPANSION, from_latent, into_latent
@@ -121,6 +121,7 @@ class ModelCalls:
             if is_eager:
                 eager = own_functions(layers_that_attend(model), EAGER, lambda name, original: self.attention)
                 stack.enter_context(eager)
+            stack.enter_context(own_methods(own_attentions(model), "_attn", lambda module: self.attention_of_gpt_neo))
             for method, make in (
                 (EXPANSION, lambda module: partial(self.expand, module)),
                 (_WARNING, lambda module: lambda *_, **__: None),
@@ -207,6 +208,16 @@ class ModelCalls:
         result, _ = self.attention(self._model, query, key, value, attn_mask, dropout_p, scale, is_causal)
         with torch._C.DisableTorchFunction():
             return self._recording.transposed(result)
+
+    def attention_of_gpt_neo(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """Make the node of attention by GPT-Neo's own method, which does not scale scores."""
+        if not self._windows:
+            raise CannotCapture("an attention with windows of its own")
+        result, _ = self.attention(self._model, query, key, value, attention_mask, scaling=1.0)
+        with torch._C.DisableTorchFunction():
+            return self._recording.transposed(result), None
 
     def expand(self, module: Any, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tensors that represent the keys and values of all heads, which a captured pass does not compute."""

@@ -136,6 +136,7 @@ OPERATIONS: dict[str, Operation] = {
     "rsqrt": lambda module, b, x: b.fdiv(splat(FLOAT, 1.0), _sqrt(module, b, x)),
     "relu": lambda module, b, x: b.select(b.fcmp_ordered("<", x, splat(FLOAT, 0.0)), splat(FLOAT, 0.0), x),
     "square": lambda module, b, x: b.fmul(x, x),
+    "cube": lambda module, b, x: b.fmul(module.rounded(b, b.fmul(x, x)), x),
 }
 """Operations by name, on float32 numbers."""
 
