@@ -63,8 +63,8 @@ from .rewrites import (
     swap_experts,
     swap_linears,
     use_bfloat16,
-    use_computed_weights,
     use_native_rows,
+    use_parts_of_weights,
     without_writes,
 )
 from .trial import compare_with_model, try_out
@@ -493,7 +493,7 @@ class CapturedPasses:
         return self._experts[id(module)][1]
 
     def _rewrites(self, model: PreTrainedModel) -> Rewrites:
-        native = products_to_layers, use_computed_weights, without_writes, share_results, use_native_rows
+        native = products_to_layers, use_parts_of_weights, without_writes, share_results, use_native_rows
         alike = native if self._is_native else (share_results,)
         return Rewrites(alike, (fuse_norms, fuse_rotary) if self.is_draft or model.dtype == torch.float32 else ())
 

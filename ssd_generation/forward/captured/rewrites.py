@@ -122,18 +122,29 @@ def products_to_layers(captured: CapturedPass) -> None:
         node.meta["is_view"] = True
 
 
-def use_computed_weights(captured: CapturedPass) -> None:
-    """Make constants of the weights and biases of layers that are copies or parts of the model's."""
+_MOST_COPIED = 1 << 22
+"""Elements of the largest weight that is copied: the copy is compared with the weight in each call."""
+
+
+def use_parts_of_weights(captured: CapturedPass) -> None:
+    """Make constants of the weights and biases of layers that are parts of the model's, or of small copies of these."""
     for node in captured.nodes:
-        is_copy = node.op == "call_method" and node.target == "contiguous"
-        if is_copy and (made := captured.computed_constant(node)) is not None:
-            node.replace_all_uses_with(captured.add_constant(node.name, made, node))
+        if node.op == "call_method" and node.target == "contiguous" and _is_part(captured, node.args[0]):
+            if math.prod(node.meta["shape"]) <= _MOST_COPIED and (made := captured.computed_constant(node)) is not None:
+                node.replace_all_uses_with(captured.add_constant(node.name, made, node))
         elif node.target is functional.linear:
-            for at, arg in enumerate(node.args):
-                if at > 0 and isinstance(arg, Node) and captured.constant(arg) is None:
+            for at, arg in enumerate(node.args[1:], start=1):
+                if isinstance(arg, Node) and captured.constant(arg) is None and _is_part(captured, arg):
                     made = captured.computed_constant(arg)
                     if made is not None:
                         node.update_arg(at, captured.add_constant(f"{node.name}_part", made, node))
+
+
+def _is_part(captured: CapturedPass, node: Any) -> bool:
+    """Tell whether a node is a weight, or a view of one."""
+    if captured.constant(node) is not None:
+        return True
+    return bool(node.meta.get("is_view")) and all(_is_part(captured, one) for one in node.all_input_nodes)
 
 
 def _sharing(captured: CapturedPass, node: Any, without: Any) -> set[Any]:
