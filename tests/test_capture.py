@@ -27,7 +27,7 @@ from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, en
 from ssd_generation.cache import buffered_layers as cache
 from ssd_generation.forward.captured import model_calls, replacing
 from ssd_generation.forward.captured.capture import CannotCapture, capture_pass
-from ssd_generation.forward.captured.conditions import why_not_captured
+from ssd_generation.forward.captured.conditions import why_not_captured, windows_of
 from ssd_generation.forward.captured.fx_graph import CapturedPass, at_length, of_any_length, same_pass
 from ssd_generation.forward.captured.passes import CapturedPasses, captured_target
 from ssd_generation.forward.captured.rewrites import share_results
@@ -277,7 +277,9 @@ def test_numbers_from_the_caches_length_are_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def longer(model: PreTrainedModel) -> CapturedPass | None:
-    return of_any_length([capture_pass(model, length, cached) for length, cached in ((2, 7), (3, 19), (33, 11))])
+    windows = windows_of(model)
+    lengths = (2, 7), (3, 19), (33, 11)
+    return of_any_length([capture_pass(model, length, cached, windows) for length, cached in lengths])
 
 
 @OF_TODAYS_CODE
@@ -287,10 +289,10 @@ def test_a_pass_of_any_length_is_the_one_that_the_model_gives(family: str) -> No
     common = longer(model)
     assert common is not None
     for length in (2, 4, 7, 13, 32):
-        made, recorded = at_length(common, length), capture_pass(model, length, 5)
+        made, recorded = at_length(common, length), capture_pass(model, length, 5, windows_of(model))
         assert made.length == length and same_pass(made, recorded)
         assert made.constants.keys() == recorded.constants.keys()
-    assert not same_pass(at_length(common, 4), capture_pass(model, 5, 5))
+    assert not same_pass(at_length(common, 4), capture_pass(model, 5, 5, windows_of(model)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ..structure.positions import cut_to_table
 from ..structure.skip_mode import SkipMode
 from ..structure.weights import fingerprint
 from .capture import CannotCapture, capture_pass
-from .conditions import windows_of
+from .conditions import is_chunked, windows_of
 from .fx_graph import CapturedPass, at_length, of_any_length, same_pass
 from .state_steps import StatePlace, states_of
 
@@ -95,7 +95,7 @@ class PassCapture:
             CannotCapture: the pass is no pure function of ids, positions and cache, or depends on the text's length.
         """
         windows = windows_of(model) if self._knows_windows else []
-        if not windows and any(window is not None and window < 0 for window in windows_of(model)):
+        if not windows and is_chunked(model):
             raise CannotCapture("its attention is chunked")
         states = states_of(model) if has_states(model) else {}
         with nullcontext() if self._skip_mode is None else self._skip_mode:

@@ -28,6 +28,7 @@ __all__ = [
     "forbid_batch_capture",
     "forbid_capture",
     "has_patched_forward",
+    "is_chunked",
     "layers_that_attend",
     "own_attentions",
     "why_no_batch_captured",
@@ -95,8 +96,6 @@ def why_not_on(
             return "its attention implementation is not sdpa"
         if not layers_that_attend(model) and (device.type != "cpu" or not own_attentions(model)):
             return "its attention is code of its own, not called through transformers' interface"
-    if device.type != "cpu" and any(window is not None and window < 0 for window in windows_of(model)):
-        return "its attention is chunked"
     if has_states(model) and device.type != "cpu":
         return "it has recurrent states"
     if torch.is_autocast_enabled(device.type):
@@ -129,6 +128,11 @@ def why_not_on(
 def own_attentions(model: nn.Module) -> list[Any]:
     """Return the modules of a model that attend by a method of their own that is known here, `_attn` (GPT-Neo)."""
     return [module for module in modules_of(model) if is_of_transformers(module, "GPTNeoSelfAttention")]
+
+
+def is_chunked(model: PreTrainedModel) -> bool:
+    """Tell whether a model has layers whose attention is chunked."""
+    return any(window is not None and window < 0 for window in windows_of(model))
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from ...cache.arena import Arena, bucket_of
 from ...support.model_state import Part, state_of
 from ...support.recent import recent
-from ..captured.conditions import why_not_on
+from ..captured.conditions import is_chunked, why_not_on
 from ..rounding import agree_on_average
 from ..structure.skip_mode import SkipMode
 from ..structure.weights import fingerprint
@@ -521,4 +521,6 @@ def why_no_graphs(model: PreTrainedModel) -> str | None:
     device = model.get_input_embeddings().weight.device
     if device.type not in KINDS:
         return f"nothing is replayed on {device.type}"
+    if is_chunked(model):
+        return "its attention is chunked"
     return why_not_on(model, device, "it is spread over several devices")
