@@ -38,6 +38,7 @@ from ..forward.cuda_graph import graph_passes
 from ..forward.cuda_graph.graph_passes import GraphPart, GraphPasses
 from ..forward.cuda_graph.graphs import graph_backend_on
 from ..forward.cuda_graph.single_pass import Tokens
+from ..forward.eager.module_states import fill_cache
 from ..forward.structure.skip_mode import SkipMode
 from ..forward.structure.sublayers import locate_sublayers
 from ..generation import enable_self_speculative
@@ -177,8 +178,7 @@ def _row(model: Any, passes: GraphPasses | None, width: int, cached: int, half: 
     row |= {"eager": None, "replayed": None, "recording": None}
     with torch.inference_mode():
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=ids[:, :cached], use_cache=True, **{CACHE: cache}, **fewer)
+        fill_cache(model, ids[:, :cached], cache)
         add_buffers(cache)
 
         def eager() -> None:

@@ -32,6 +32,7 @@ from ..cache.recurrent import has_states
 from ..config import SkipConfig
 from ..decoding.verified_text import VerifiedText
 from ..forward.captured.passes import skip_mode_of
+from ..forward.eager.module_states import fill_cache
 from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.rounding import agree
 from ..forward.structure.positions import cut_to_table
@@ -157,8 +158,7 @@ def verify_text(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -
         raise ValueError(f"The text has {length} tokens, but the model's context has {longest}. Shorten the prompt.")
     cache = DynamicCache()  # without a config: layers with a sliding window retain all keys and values, too
     with torch.no_grad(), prompt_mode(model, length - 1):
-        fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=ids[:, :-1], use_cache=True, **{CACHE: cache}, **fewer)
+        fill_cache(model, ids[:, :-1], cache)
     return VerifiedText(ids, prompt_length, cache)
 
 

@@ -316,9 +316,9 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText, exactnes
             if own is not None:
                 return ModelCheck(refusal=own)
         after_window = _after_a_window(model, text, output[CACHE])
-        if plan_passes(model, 1, exactness, is_check=True).batch_invariance is None:
-            forbid_capture(model, captured or _CHECKED)  # batches may run by the model's own code there
         if after_window is not None:
+            if plan_passes(model, 1, exactness, is_check=True).batch_invariance is None:
+                forbid_capture(model, captured or _CHECKED)  # batches may run by the model's own code there
             with contextlib.suppress(Exception):  # such a cache may be one that this model cannot continue from
                 output = decode(after_window, False, False)
                 far = _difference(model, after_window, output.logits, decode)
