@@ -17,6 +17,9 @@ multiply-adds.) Processors with AMX add them otherwise (tiles_code.py).
 Where registers are few, and for these multiply-adds, x is converted to float32 beforehand, so that conversion takes no
 registers. int8: w = q · s, with one scale per row of W.
 
+Where registers are few, a tile prefetches in the order of memory, at least `_AHEAD` bytes ahead: rows read in parallel
+from memory, each by itself, are slower there.
+
 Many rows of x are multiplied in blocks of columns: a block of eight rows stays in the L1 cache while a strip of W
 passes by, and its sums wait in memory for the next block. The order of additions is the same.
 
@@ -69,6 +72,12 @@ Where x has more rows than there are tiles for, they are processed in turn on ro
 
 _FEW = 4
 """Number of rows of x up to which a loop can be unrolled to twice the code without spilling a sum to memory."""
+
+_AHEAD = 4 << 10
+"""Least distance in bytes at which memory is prefetched where registers are few."""
+
+_LINE = 64
+"""Bytes that are prefetched at once."""
 
 _TOGETHER = 4
 """Number of neighbouring outputs whose lanes are added together."""
@@ -140,6 +149,7 @@ class Products(Module):
         self.most_rows = max(self.tiles)
         # Converted to float32, x takes twice the room in the L1 cache: not worth it where registers are many.
         self.converts = activation != "float32" and registers == 8
+        self._in_order = registers == 8  # prefetches W as it lies in memory
         self.of_x: Any = FLOAT if self.converts else STORED[activation]
         """Type of x's numbers when they are multiplied."""
 
@@ -177,13 +187,15 @@ class Products(Module):
     # ------------------------------------------------------------------------------------------------------------------
     # sums
 
-    def _products(self, b: Any, rows: list[Any], x: list[Any], k: Any, sums: list[Any], ahead: Any, count: Any) -> None:
-        """Add the products of some columns."""
+    def _products(
+        self, b: Any, rows: list[Any], x: list[Any], k: Any, sums: list[Any], ahead: list[Any], count: Any
+    ) -> None:
+        """Add the products of some columns; what lies at the addresses `ahead` is prefetched, one for each row of W."""
         values = []
-        for row in rows:
+        for at, row in enumerate(rows):
             values.append(self.weights(b, row, k, count))
-            if ahead is not None:
-                self.ask_for(b, self.at(b, row, b.add(k, ahead), STORED[self.weight]))
+            if ahead:
+                self.ask_for(b, ahead[at])
         for m, its_x in enumerate(x):
             factors = self.factors(b, its_x, k, count)
             for r, value in enumerate(values):
@@ -208,8 +220,9 @@ class Products(Module):
             memory = [self.at(b, sums_at, b.add(before, integer(at * LANES)), FLOAT) for at in range(rows * tile)]
             sums = self._begun(b, left, memory)
             # Not beyond the last rows: another thread computes those below, and its core has to fetch them again.
-            is_last = b.icmp_signed(">=", b.add(n, integer(tile)), end)
-            below = b.select(is_last, integer(0), b.mul(layer.columns, integer(tile)))
+            below = self._distance(b, layer, tile)
+            is_last = b.icmp_signed(">=", b.add(n, below), end)
+            below = b.select(is_last, integer(0), b.mul(layer.columns, below))
             self._sum_of_products(b, layer, places, x, sums, (left, right), below)
             with b.if_else(b.icmp_signed("<", right, layer.columns)) as (incomplete, complete):
                 with incomplete:
@@ -222,6 +235,13 @@ class Products(Module):
                             self._finish(b, layer, its_sums, places[r], self.at(b, y[m], places[r], of_y))
         b.ret_void()
         return function
+
+    def _distance(self, b: Any, layer: Layer, tile: int) -> Any:
+        """Return how many rows of W below a tile are prefetched: whole tiles."""
+        if not self._in_order:
+            return integer(tile)
+        size = b.mul(layer.columns, integer(int(tile * BYTES[self.weight])))
+        return b.mul(b.sdiv(b.add(size, integer(_AHEAD - 1)), size), integer(tile))
 
     @staticmethod
     def _begun(b: Any, left: Any, memory: list[Any]) -> list[Any]:
@@ -252,18 +272,37 @@ class Products(Module):
         kind = STORED[self.weight]
         rows = [self.at(b, layer.weight, b.add(b.mul(place, layer.columns), left), kind) for place in places]
         step = self.columns
-        per_line = max(1, int(64 / (BYTES[self.weight] * step)))  # loads
+        per_line = max(1, int(_LINE / (BYTES[self.weight] * step)))  # loads
+        each, ahead = self._ahead(b, layer, rows, columns, below)
         unrolled = max(2, per_line) if len(x) <= _FEW else 1
         many = b.and_(columns, integer(-step * unrolled))
         whole = b.and_(columns, integer(-step))
         with self.loop(b, integer(0), many, integer(step * unrolled), sums) as (k, carried):
             for at in range(unrolled):
-                ahead = below if at % min(per_line, unrolled) == 0 else None
-                self._products(b, rows, x, b.add(k, integer(at * step)), carried, ahead, None)
+                its = b.add(k, integer(at * step))
+                is_due = at % min(per_line, unrolled) == 0
+                asked = [self.at(b, one, b.mul(its, each), kind) for one in ahead] if is_due else []
+                self._products(b, rows, x, its, carried, asked, None)
         with self.loop(b, many, whole, integer(step), sums) as (k, carried):
-            self._products(b, rows, x, k, carried, None, None)
+            self._products(b, rows, x, k, carried, [], None)
         with self.loop(b, whole, columns, integer(step), sums) as (k, carried):
-            self._products(b, rows, x, k, carried, None, b.sub(columns, k))
+            self._products(b, rows, x, k, carried, [], b.sub(columns, k))
+
+    def _ahead(self, b: Any, layer: Layer, rows: list[Any], columns: Any, below: Any) -> tuple[Any, list[Any]]:
+        """Return where prefetching begins, an address for each row of W, and how far it moves for each column.
+
+        Rows whose whole length is multiplied are prefetched line by line, in the order of memory; of parts of them,
+        each row by itself.
+        """
+        kind = STORED[self.weight]
+        its_own = [self.at(b, row, below, kind) for row in rows]
+        if not self._in_order or len(rows) == 1:
+            return integer(1), its_own
+        is_whole = b.icmp_signed("==", columns, layer.columns)
+        line = int(_LINE / BYTES[self.weight])
+        ordered = [self.at(b, its_own[0], integer(at * line), kind) for at in range(len(rows))]
+        ahead = [b.select(is_whole, one, other) for one, other in zip(ordered, its_own, strict=True)]
+        return b.select(is_whole, integer(len(rows)), integer(1)), ahead
 
     def _finish(self, b: Any, layer: Layer, sums: list[Any], place: Any, y: Any) -> None:
         """Write neighbouring outputs: the sums of their lanes, scaled if W is, plus the bias."""
