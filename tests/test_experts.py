@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -429,6 +432,29 @@ def test_layers_are_timed() -> None:
     matrices = 3 * 32 * 48 * 4  # bytes of an expert
     assert rows[0]["bytes"] == 2 * matrices and rows[-1]["bytes"] == 4 * matrices
     assert all(row["ours"] > 0 and row["torch"] > 0 for row in rows)
+
+
+def test_measured_shapes_survive_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, measured = list(program.SHAPES)[:2], list[str]()
+
+    def measure(name: str, arguments: Namespace) -> dict[str, Any]:
+        if measured == names[:1]:
+            measured.clear()
+            raise MemoryError(name)
+        measured.append(name)
+        return {"name": name, "repeats": arguments.repeats}
+
+    monkeypatch.setattr(program, "_measured", measure)
+    words = ["--only", *names, "--rows", str(tmp_path / "rows"), "--json"]
+    with pytest.raises(MemoryError):
+        program.main(words)
+    program.main(words)
+    assert measured == names[1:]
+    assert json.loads(capsys.readouterr().out) == [{"name": name, "repeats": 5} for name in names]
+    with pytest.raises(ValueError, match="repeats"):
+        program.main([*words, "--repeats", "3"])
 
 
 @pytest.mark.parametrize("name", program.SHAPES)

@@ -1,7 +1,7 @@
 """Mixtures of experts: time of their layers, and of whole calls, with random weights of the shapes of known models.
 
     python -m tests.lab.experts [--only NAME ...] [--dtype bfloat16] [--new-tokens 32] [--prompt 4] [--repeats 5]
-                                                [--json]
+                                                [--rows FOLDER] [--json]
 
 A layer's time is compared with the bytes of the chosen experts over the speed at which a large dense layer is read, and
 with transformers' own (`grouped_mm`, its default); not where the model's own code computes them (Llama 4). Which
@@ -28,7 +28,7 @@ from ssd_generation.support.machine import cpu_name
 from .program import Program
 from .random_models import random_model as of_family
 from .side_by_side import compare, drafting_methods, greedy_options, with_range
-from .tables import as_markdown, versions
+from .tables import as_markdown, measured_rows, versions
 
 __all__ = ["SHAPES", "main", "measure_layers", "random_model"]
 
@@ -260,9 +260,10 @@ def main(words: Sequence[str] | None = None) -> None:
     program.add_argument("--only", nargs="+", metavar="NAME", choices=SHAPES, default=list(SHAPES), help="these shapes")
     program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     program.add_counts(new_tokens=32, prompt=4, repeats=5)
+    program.add_rows()
     program.add_json()
     arguments = program.parsed(words)
-    found = [_measured(name, arguments) for name in arguments.only]
+    found = measured_rows(arguments, _measured)
     print(json.dumps(found, indent=2) if arguments.json else _as_page(found, arguments))
 
 

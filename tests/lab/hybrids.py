@@ -1,7 +1,7 @@
 """Models with recurrent states, or with latents, caps or sinks in attention: time of whole calls and of prompts.
 
     python -m tests.lab.hybrids [--only NAME ...] [--dtype bfloat16] [--new-tokens 64] [--prompt 16] [--repeats 5]
-                                                [--document 0] [--turns 6] [--json]
+                                                [--document 0] [--turns 6] [--rows FOLDER] [--json]
 
 By default those with states. Weights are random, so drafts would not be accepted: whole calls show what faster passes
 gain. Prompts are read by transformers' own pass and by this library's, of 64 and 512 tokens. With `--document` a chat
@@ -33,7 +33,7 @@ from .program import Program
 from .prompts import measure_series
 from .random_models import random_model
 from .side_by_side import compare, drafting_methods, greedy_options, with_range
-from .tables import as_markdown, versions
+from .tables import as_markdown, measured_rows, versions
 
 __all__ = ["ATTENTIONS", "SHAPES", "main", "measure_prompts"]
 
@@ -289,10 +289,11 @@ def main(words: Sequence[str] | None = None) -> None:
     program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     program.add_counts(new_tokens=64, prompt=16, repeats=5, turns=6)
     program.add_argument("--document", type=int, default=0, help="tokens of the document of a chat; 0: no chat")
+    program.add_rows()
     program.add_json()
     arguments = program.parsed(words)
     measured, as_page = (_chat, _as_page_of_chats) if arguments.document else (_measured, _as_page)
-    found = [measured(name, arguments) for name in arguments.only]
+    found = measured_rows(arguments, measured)
     print(json.dumps(found, indent=2) if arguments.json else as_page(found, arguments))
 
 

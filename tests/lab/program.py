@@ -56,6 +56,10 @@ class Program(argparse.ArgumentParser):
         """Add `--json`."""
         self.add_argument("--json", action="store_true", help=help)
 
+    def add_rows(self) -> None:
+        """Add `--rows`, for `stored_rows`."""
+        self.add_argument("--rows", type=Path, metavar="FOLDER", help=_ROWS)
+
     def add_page(self, only: str) -> None:
         """Add the options of a program that writes a page from rows: `--only`, `--rows`, `--json` and `--output`.
 
@@ -63,7 +67,7 @@ class Program(argparse.ArgumentParser):
             only: description of the names that `--only` takes, for the help.
         """
         self.add_argument("--only", nargs="+", metavar="NAME", help=f"these {only}")
-        self.add_argument("--rows", type=Path, metavar="FOLDER", help=_ROWS)
+        self.add_rows()
         self.add_json("all rows with all reasons as JSON, instead of a page")
         self.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
 

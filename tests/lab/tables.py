@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import platform
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -29,6 +31,7 @@ __all__ = [
     "is_refusal",
     "judged",
     "kind_of",
+    "measured_rows",
     "short",
     "stored_rows",
     "versions",
@@ -173,3 +176,24 @@ def stored_rows(
         return
     with RunFolder(folder, {**run, "versions": versions()}, "--rows") as opened:
         yield list(opened.rows), opened.append
+
+
+def measured_rows(arguments: Namespace, measure: Callable[[str, Namespace], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each name in `arguments.only`; those that `arguments.rows` stores are not measured again.
+
+    Args:
+        arguments: parsed options of a program with `--only` and `--rows`.
+        measure: function that makes the row of a name, with its `name`; the options are its second argument.
+
+    Raises:
+        OSError, ValueError: as in `stored_rows`.
+    """
+    what = {key: value for key, value in vars(arguments).items() if key not in ("only", "rows", "json")}
+    with stored_rows(arguments.rows, what) as (rows, store):
+        found = {row["name"]: row for row in rows}
+        for name in arguments.only:
+            if name not in found:
+                found[name] = measure(name, arguments)
+                store(found[name])
+                gc.collect()  # a model is part of cycles, and the next one may not fit into memory with it
+        return [found[name] for name in arguments.only]
