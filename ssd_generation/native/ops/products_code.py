@@ -237,7 +237,7 @@ class Products(Module):
         return function
 
     def _distance(self, b: Any, layer: Layer, tile: int) -> Any:
-        """Return how many rows of W below a tile are prefetched: whole tiles."""
+        """Return how many rows further down W a tile prefetches: a whole number of tiles."""
         if not self._in_order:
             return integer(tile)
         size = b.mul(layer.columns, integer(int(tile * BYTES[self.weight])))
