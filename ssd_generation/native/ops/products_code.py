@@ -214,15 +214,15 @@ class Products(Module):
         of_y = STORED[self.activation]
         x = [self.at(b, x, b.mul(stride, integer(m)), self.of_x) for m in range(rows)]
         y = [self.at(b, y, b.mul(layer.rows, integer(m)), of_y) for m in range(rows)]
+        ahead = self._distance(b, layer, tile)
         with self.loop(b, first, end, integer(tile), []) as (n, _):
             places = [b.add(n, integer(r)) for r in range(tile)]
             before = b.mul(b.sub(n, first), integer(rows * LANES))
             memory = [self.at(b, sums_at, b.add(before, integer(at * LANES)), FLOAT) for at in range(rows * tile)]
             sums = self._begun(b, left, memory)
             # Not beyond the last rows: another thread computes those below, and its core has to fetch them again.
-            below = self._distance(b, layer, tile)
-            is_last = b.icmp_signed(">=", b.add(n, below), end)
-            below = b.select(is_last, integer(0), b.mul(layer.columns, below))
+            is_last = b.icmp_signed(">=", b.add(n, ahead), end)
+            below = b.select(is_last, integer(0), b.mul(layer.columns, ahead))
             self._sum_of_products(b, layer, places, x, sums, (left, right), below)
             with b.if_else(b.icmp_signed("<", right, layer.columns)) as (incomplete, complete):
                 with incomplete:
@@ -281,8 +281,8 @@ class Products(Module):
             for at in range(unrolled):
                 its = b.add(k, integer(at * step))
                 is_due = at % min(per_line, unrolled) == 0
-                asked = [self.at(b, one, b.mul(its, each), kind) for one in ahead] if is_due else []
-                self._products(b, rows, x, its, carried, asked, None)
+                prefetched = [self.at(b, one, b.mul(its, each), kind) for one in ahead] if is_due else []
+                self._products(b, rows, x, its, carried, prefetched, None)
         with self.loop(b, many, whole, integer(step), sums) as (k, carried):
             self._products(b, rows, x, k, carried, [], None)
         with self.loop(b, whole, columns, integer(step), sums) as (k, carried):
