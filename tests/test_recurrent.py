@@ -61,13 +61,15 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "head_dim": 8,
 }  # fmt: skip
+# An even number of vectors for each token, whatever the processor: where some are read apart, batches are not captured.
+_ROTATED_WHOLE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 _SCANNED: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 8}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: tf.Qwen3NextConfig(
         **small(), **_DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
         shared_expert_intermediate_size=16, decoder_sparse_step=1,
     ),
-    "qwen3_5": lambda: tf.Qwen3_5TextConfig(**small(), **_DELTA),
+    "qwen3_5": lambda: tf.Qwen3_5TextConfig(**{**small(), **_DELTA, "head_dim": 64}, rope_parameters=_ROTATED_WHOLE),
     "falcon_h1": lambda: tf.FalconH1Config(**small(), **_MAMBA, mamba_d_ssm=64, head_dim=8),
     "bamba": lambda: tf.BambaConfig(**small(), **_MAMBA, attn_layer_indices=[1, 3]),
     "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(

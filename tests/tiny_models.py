@@ -231,7 +231,8 @@ def tiny_model(
 # Sizes that are multiples of the vector width, as those of real models are.
 EVEN: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 EVEN_OF: dict[str, dict[str, Any]] = {
-    **{family: {} for family in ("deepseek_v3", "falcon", "falcon-alibi", "falcon-new")},
+    "deepseek_v3": {"qk_rope_head_dim": 32, "head_dim": 32},
+    **{family: {} for family in ("falcon", "falcon-alibi", "falcon-new")},
     "gpt2": {"n_embd": 128, "n_inner": 128},
     "opt": {"hidden_size": 128, "ffn_dim": 128, "word_embed_proj_dim": 128},
 }
