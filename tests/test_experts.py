@@ -21,21 +21,21 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from lab import experts as program
 from lab.families.models import build
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.captured import expert_layers
 from ssd_generation.forward.captured.batch_invariance import NATIVE, TEXT_WIDTHS, BatchInvariance, uneven
 from ssd_generation.forward.captured.capture import CannotCapture, capture_pass
-from ssd_generation.forward.captured.expert_layers import (
+from ssd_generation.forward.captured.fx_graph import CapturedPass
+from ssd_generation.forward.captured.passes import CapturedPasses
+from ssd_generation.forward.captured.rewrites import share_results, without_writes
+from ssd_generation.forward.eager import few_rows
+from ssd_generation.forward.eager import prompt_mode as prompts
+from ssd_generation.forward.structure import expert_layers
+from ssd_generation.forward.structure.expert_layers import (
     experts_of,
     has_experts,
     native_experts,
     run_experts,
     shape_of_gate,
 )
-from ssd_generation.forward.captured.fx_graph import CapturedPass
-from ssd_generation.forward.captured.passes import CapturedPasses
-from ssd_generation.forward.captured.rewrites import share_results, without_writes
-from ssd_generation.forward.eager import few_rows
-from ssd_generation.forward.eager import prompt_mode as prompts
 from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.native.ops.experts import ExpertWeights, NativeExperts
 from ssd_generation.tuning import prompt_kernels

@@ -258,12 +258,10 @@ def test_layers_that_the_kernels_refuse_stay_and_are_reported() -> None:
     assert torch.equal(plain, ours) and model.last_speculation.drafted_tokens > 0
 
 
-@pytest.mark.parametrize(("family", "what"), [("gpt2", "not in linear layers"), ("mixtral", "not in linear layers")])
-def test_other_kinds_of_layers_are_reported(family: str, what: str) -> None:
-    model = enable_self_speculative(tiny_model(family, num_hidden_layers=2))
+def test_other_kinds_of_layers_are_reported() -> None:
+    model = enable_self_speculative(tiny_model("gpt2", num_hidden_layers=2))
     left = LowBitCopies(model, SkipConfig(), INT8).left
-    assert left and all(what in reason for reason in left)
-    assert len(left) == {"gpt2": 4, "mixtral": 2}[family]
+    assert len(left) == 4 and all("in no linear layers or experts" in reason for reason in left)
 
 
 def test_one_that_does_not_fit_is_not_taken_along() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,13 @@ import torch
 
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.policy import CostAwarePolicy
+from ..forward.captured.conditions import why_not_captured
 from ..forward.captured.passes import skip_mode_of
 from ..forward.copies.copied_layers import check_precision, estimated_bytes
 from ..forward.copies.low_bit import copies_of, copy_bytes, drop_copies, keep_only
 from ..forward.copies.resident import check_memory, resident_bytes, why_not_resident
 from ..forward.cuda_graph.graph_passes import why_no_graphs
+from ..forward.structure.expert_layers import experts_of
 from ..forward.structure.linears import has_foreign
 from ..forward.structure.offloaded import is_offloaded
 from ..support.bounds import Number
@@ -72,6 +75,9 @@ _LEAD = 1.05
 
 _LEAST_GAIN = 1.03
 """Predicted speed-up below which a draft is not worth its memory."""
+
+_LEAST_TIME = 0.8
+"""Time of a draft step, in plain steps, as a multiple of its copies' share of the weights' bytes: a lower bound."""
 
 
 @dataclass(frozen=True)
@@ -406,6 +412,11 @@ def _choosing(
     choices = None if text is None else _choices(model, text)
     held = None
     for name in _in_turn(model, names):
+        bound = _most_gain(model, name)
+        if bound < _LEAST_GAIN:
+            tried[name] = {"agreed": 0, "of": 0, "speedup": max(1.0, bound)}
+            yield
+            continue
         # The budget is for one set of copies. (The int4 variants share all but the head.)
         if before == 0 and held is not None and (held == "int8") != (name == "int8"):
             drop_copies(model)
@@ -429,6 +440,20 @@ def _choosing(
             keep_only(model, copies_of(model, SkipConfig(), _precision(best["precision"])))
     answer = {**best, "tried": tried}
     return NoisyMeasurement(answer) if was_noisy(model) else answer
+
+
+def _most_gain(model: PreTrainedModel, name: str) -> float:
+    """Return a bound on the speed-up of a candidate by its usual agreement, before its copies are made.
+
+    In a mixture of experts, verifying several tokens may take so much longer than a plain step that no draft pays, and
+    copies of its experts take minutes and gigabytes. A captured draft takes at least its copies' share of the time.
+    """
+    if not experts_of(model):
+        return math.inf
+    costs = costs_of(model, _candidate(None, 0.0))
+    share = _LEAST_TIME * _shares(model)[name] if why_not_captured(model) is None else 0.0
+    costs = dataclasses.replace(costs, draft_step=share * costs.plain_step)
+    return theoretical_speedup([_USUAL_AGREEMENT[name]], costs)[0]
 
 
 def _in_turn(model: PreTrainedModel, names: list[str]) -> list[str]:

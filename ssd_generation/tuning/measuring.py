@@ -65,7 +65,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         },
         "recorded": why_not_captured(model) is None,
         "replayed": why_no_graphs(model) is None,
-        "format": 9,
+        "format": 10,
     }
 
 

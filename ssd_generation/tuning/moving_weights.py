@@ -123,4 +123,4 @@ def follow_weights(model: PreTrainedModel, config: SelfSpeculativeConfig, new_to
 
 
 def _tolerance(copies: LowBitCopies) -> float:
-    return min((_TOLERANCE[copy.precision] for copy, _ in copies.by_module.values()), default=MOST_DRIFT)
+    return min((_TOLERANCE[precision] for precision in copies.precisions()), default=MOST_DRIFT)

@@ -26,11 +26,11 @@ from ..cache.own_lists import new_cache
 from ..cache.prefix_cache import Recurrent, Start, States, whole_text
 from ..cache.recurrent import copied_states, has_states
 from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
-from ..forward.captured.expert_layers import experts_of, native_experts, run_experts, runs_through_interface
 from ..forward.captured.prompt_passes import prompt_passes
 from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.eager.prompt_parts import read_in_parts
 from ..forward.eager.row_by_row import has_scans_of_its_own
+from ..forward.structure.expert_layers import experts_of, native_experts, run_experts, runs_through_interface
 from ..forward.structure.positions import cut_to_table
 from ..forward.structure.sublayers import input_device
 from ..native.ops.attention import attend_to_themselves

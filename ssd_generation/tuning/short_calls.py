@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..forward.captured.expert_layers import experts_of, native_experts
+from ..forward.structure.expert_layers import experts_of, native_experts
 from ..support.model_state import Part, state_of
 from ..support.structure import modules_of
 from .plan_passes import runs_own_code

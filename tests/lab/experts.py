@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ssd_generation.forward.captured.expert_layers import experts_of, native_experts, run_experts
+from ssd_generation.forward.structure.expert_layers import experts_of, native_experts, run_experts
 from ssd_generation.generation import enable_self_speculative
 from ssd_generation.harness.results import spread
 from ssd_generation.native.ops.linear import native_linear

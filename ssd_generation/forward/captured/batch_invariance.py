@@ -22,8 +22,8 @@ from transformers.cache_utils import Cache
 from ...cache.buffered_layers import BufferedLayer, BufferedSlidingLayer, BufferedStatesLayer
 from ...cache.recurrent import has_no_keys
 from ...native.ops.linear import native_linear
+from ..structure.expert_layers import run_experts, shape_of_gate
 from .cache_attention import CacheAttention, attended
-from .expert_layers import run_experts, shape_of_gate
 from .fx_graph import CapturedPass
 from .linear_kernels import Linear, onednn_linear
 

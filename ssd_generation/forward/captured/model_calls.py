@@ -17,9 +17,9 @@ from torch.fx import Node
 
 from ...config import SkipConfig
 from ..eager.module_states import Holder, module_states
+from ..structure.expert_layers import add_unchanged, experts_of, run_experts, unchanged_from
 from ..structure.skip_mode import SkipMode
 from .conditions import EAGER, layers_that_attend, own_attentions
-from .expert_layers import add_unchanged, experts_of, run_experts, unchanged_from
 from .griffin import is_griffin_block, run_griffin_block
 from .latent_attention import EXPANSION, from_latent, into_latent
 from .pretend_cache import CannotCapture, HeldKeys

@@ -31,6 +31,7 @@ from ...support.recent import recent
 from ..copies.layer_copy import LowBitCopy
 from ..copies.low_bit import LowBitCopies, copies_of
 from ..structure.adapters import adapters_in_use
+from ..structure.expert_layers import native_experts
 from ..structure.skip_mode import SkipMode
 from ..structure.sublayers import layout_of
 from ..structure.weights import fingerprint
@@ -46,7 +47,6 @@ from .batch_invariance import (
 from .cache_attention import CacheAttention, live_layers
 from .capture import CannotCapture
 from .conditions import why_not_captured, windows_of
-from .expert_layers import native_experts
 from .fx_graph import CapturedPass, CopiedWeight, Program, compile_pass
 from .head import leave_out_head, only_head
 from .kernel_lists import use_kernel_lists
@@ -453,7 +453,13 @@ class CapturedPasses:
             swap_linears(captured, fastest_kernels(model, layers, length))
         activation = torch.bfloat16 if copies is not None else model.dtype
         if self._is_native:
-            swap_experts(captured, lambda module: self._native_experts(module, activation))
+            experts = {} if copies is None else copies.experts
+            swap_experts(
+                captured,
+                lambda module: (
+                    experts[id(module)].native if id(module) in experts else self._native_experts(module, activation)
+                ),
+            )
             use_native_heads(captured, activation, self._heads)
             if self.is_draft:
                 try_out(model, compile_pass(captured))

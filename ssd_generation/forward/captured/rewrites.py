@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from ...native.ops.kernels import NAMES
 from ...native.ops.rows import gated_silu, rms_norm, rotary
-from .expert_layers import run_experts
+from ..structure.expert_layers import run_experts
 from .fx_graph import CapturedPass
 
 __all__ = [

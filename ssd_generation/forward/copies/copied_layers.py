@@ -1,4 +1,4 @@
-"""Linear layers of a model that low-bit copies are made of, and why others are left as they are."""
+"""Linear layers and experts of a model that low-bit copies are made of, and why others are left as they are."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from ...support.devices import is_asynchronous
 from ...support.model_state import Part, state_of
 from ...support.parallel import mesh_of
 from ...support.structure import follows_from_structure
+from ..structure.expert_layers import experts_of, is_experts
 from ..structure.linears import CannotRead, dense, features, identity, is_plain_linear, linears, linears_of
 from ..structure.sublayers import layout_of
+from .experts_copy import ExpertsCopy, matrices_of_experts, why_not_experts
 from .layer_copy import LowBitCopy, is_native, refused_shape
 
 if TYPE_CHECKING:
@@ -24,7 +26,21 @@ if TYPE_CHECKING:
 
     from ...config import PrecisionConfig, SkipConfig
 
-__all__ = ["Place", "check_precision", "copy_of", "estimated_bytes", "key_of", "keyed", "places_of"]
+__all__ = [
+    "AnyCopy",
+    "Place",
+    "check_precision",
+    "copied_modules",
+    "copy_of",
+    "estimated_bytes",
+    "key_of",
+    "keyed",
+    "places_of",
+    "values_of",
+]
+
+AnyCopy = LowBitCopy | ExpertsCopy
+"""What a draft computes from in place of a layer's own weights."""
 
 
 class UnreadPart(Part):
@@ -45,7 +61,7 @@ class UnreadPart(Part):
 
 @dataclass(frozen=True)
 class Place:
-    """A linear layer in a sub-layer (or the head) and the requested precision."""
+    """A linear layer in a sub-layer (or the head), or its experts, and the requested precision."""
 
     name: str
     module: nn.Module
@@ -57,9 +73,16 @@ class Place:
         columns, rows = features(self.module) or (0, 0)
         return rows, columns
 
+    @property
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """Numbers of matrices of a shape `(N, K)`, N and K: one, or those of both products of experts."""
+        if is_experts(self.module):
+            return [tuple(weight.shape) for weight, _ in matrices_of_experts(self.module)]  # type: ignore[misc]
+        return [(1, *self.shape)]
+
 
 def places_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> tuple[list[Place], list[str]]:
-    """Find the linear layers to be copied, and the other weights that are requested but cannot be copied."""
+    """Find the linear layers and experts to be copied, and other weights that are requested but cannot be copied."""
     layout = layout_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     places: list[Place] = []
@@ -85,11 +108,15 @@ def places_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
             if wanted is None:
                 continue
             inside = [module for top in sub.modules for module in linears(top)]
-            for module in inside:
+            experts = [module for top in sub.modules for module in experts_of(top)]
+            for module in (*inside, *experts):
                 place(module, sub.name, wanted)
             held = sum(math.prod(features(module) or (0,)) for module in inside)
+            held += sum(parameter.numel() for module in experts for parameter in module.parameters())
             if held < 0.5 * sum(p.numel() for top in sub.modules for p in top.parameters()):
-                left.append(f"{names.get(id(sub.modules[-1]), sub.name)} (its weights are not in linear layers)")
+                left.append(
+                    f"{names.get(id(sub.modules[-1]), sub.name)} (its weights are in no linear layers or experts)"
+                )
     if precision.default is not None:
         # Layers of the text's decoder that are in no known sub-layer.
         for module in linears(model.get_decoder()):
@@ -173,10 +200,12 @@ def _what_holds_weights(model: nn.Module) -> str:
 
 
 def _why_not_read(model: PreTrainedModel, module: nn.Module) -> str | None:
-    """Return why the weights that a linear layer computes with cannot be obtained; `None` where they can.
+    """Return why the weights that a layer computes with cannot be obtained; `None` where they can.
 
     Of a quantiser's classes, one layer of each is tested.
     """
+    if is_experts(module):
+        return why_not_experts(module)
     # `ssd inspect` inspects a model whose tensors have no values.
     if is_plain_linear(module) or (isinstance(module, nn.Linear) and isinstance(module.weight, FakeTensor)):
         dtype: Any = module.weight.dtype
@@ -195,13 +224,39 @@ def _why_not_read(model: PreTrainedModel, module: nn.Module) -> str | None:
     return known[kind]
 
 
-def copy_of(model: PreTrainedModel, group: Sequence[Place], group_size: int) -> LowBitCopy:
+def copied_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a whole model that copies may be made of: linear ones, and experts."""
+    return [*linears_of(model), *experts_of(model)]
+
+
+def copy_of(model: PreTrainedModel, group: Sequence[Place], group_size: int) -> AnyCopy:
     """Return the copy of layers that share one.
 
     Raises:
         CannotRead: their weights cannot be obtained.
     """
-    return LowBitCopy([dense(place.module, model.dtype) for place in group], group[0].precision, group_size)
+    values, first = values_of([place.module for place in group], model.dtype), group[0]
+    if is_experts(first.module):
+        return ExpertsCopy(values, first.module, first.precision, group_size)
+    return LowBitCopy(values, first.precision, group_size)
+
+
+def values_of(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the weights and biases that a copy of layers is made of.
+
+    Args:
+        modules: linear layers, or a single layer of experts.
+        dtype: type of the activations that they take.
+
+    Raises:
+        CannotRead: they cannot be obtained.
+    """
+    if is_experts(modules[0]):
+        reason = why_not_experts(modules[0])
+        if reason is not None:
+            raise CannotRead(reason)
+        return matrices_of_experts(modules[0])
+    return [dense(module, dtype) for module in modules]
 
 
 def key_of(modules: Sequence[nn.Module], precision: str, group_size: int) -> Any:
@@ -240,21 +295,32 @@ def keyed(places: list[Place], group_size: int, on_cpu: bool) -> Iterator[tuple[
     """Yield each group of `_groups`, the key of its copy, its number of weights, and why it has none, or `None`."""
     for group in _groups(places, group_size):
         key = key_of([place.module for place in group], group[0].precision, group_size)
-        rows, columns = sum(place.shape[0] for place in group), group[0].shape[1]
-        yield group, key, rows * columns, refused_shape(rows, columns, group[0].precision, group_size, on_cpu)
+        shapes, precision = _matrices(group), group[0].precision
+        refused = (refused_shape(rows, columns, precision, group_size, on_cpu) for _, rows, columns in shapes)
+        reason = next((reason for reason in refused if reason is not None), None)
+        yield group, key, sum(map(math.prod, shapes)), reason
+
+
+def _matrices(group: Sequence[Place]) -> list[tuple[int, int, int]]:
+    """Return the `matrices` that one copy of these layers has: linear layers lie one after the other."""
+    if len(group) == 1:
+        return group[0].matrices
+    return [(1, sum(place.shape[0] for place in group), group[0].shape[1])]
 
 
 def estimated_bytes(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> int:
     """Estimate the bytes of the copies before they are made."""
     total = 0
-    for group in _groups(places_of(model, skip, precision)[0], precision.group_size):
-        rows, columns = sum(place.shape[0] for place in group), group[0].shape[1]
-        if refused_shape(rows, columns, group[0].precision, precision.group_size) is not None:
+    for group, _, _, reason in keyed(places_of(model, skip, precision)[0], precision.group_size, True):
+        if reason is not None:
             continue
-        if group[0].precision == "int8":
-            total += rows * columns + (4 if is_native(group[0].shape[0], "int8") else 2) * rows
-        else:
-            total += rows * columns // 2 + 4 * rows * (columns // precision.group_size)
-        if any(getattr(place.module, "bias", None) is not None for place in group):
-            total += 2 * rows
+        has_bias = any(getattr(place.module, "bias", None) is not None for place in group)
+        if is_experts(group[0].module):
+            has_bias = any(bias is not None for _, bias in matrices_of_experts(group[0].module))
+        for count, rows, columns in _matrices(group):
+            if group[0].precision == "int8":
+                each = rows * columns + (4 if is_native(rows, "int8") else 2) * rows
+            else:
+                each = rows * columns // 2 + 4 * rows * (columns // precision.group_size)
+            total += count * (each + 2 * rows * has_bias)
     return total

@@ -45,6 +45,7 @@ class LowBitCopy:
         self.precision = precision
         self.group_size = group_size
         self.sizes = tuple(int(weight.shape[0]) for weight, _ in layers)
+        self.num_weights = sum(weight.numel() for weight, _ in layers)
         first = layers[0][0]
         reason = refused_shape(sum(self.sizes), int(first.shape[1]), precision, group_size, first.device.type == "cpu")
         if reason is not None:
@@ -122,6 +123,7 @@ class LowBitCopy:
         made.precision, made.group_size = precision, group_size
         made.sizes = tuple(int(weight.shape[0]) for weight in weights)
         rows, columns = sum(made.sizes), int(weights[0].shape[1])
+        made.num_weights = rows * columns
         is_native = _reads_here(weights[0], precision)
         numbers = rows * columns if precision == "int8" else rows * columns // 2
         scales = rows if precision == "int8" else rows * (columns // group_size) * (1 if is_native else 2)

@@ -1,4 +1,4 @@
-"""Low-bit copies of a model's own linear layers, for drafting.
+"""Low-bit copies of a model's own linear layers and experts, for drafting.
 
 The target never computes with a copy, so the text is the target's.
 """
@@ -20,15 +20,23 @@ from ...support.recent import recent
 from ...support.tensors import place_of
 from ..structure.linears import (
     CannotRead,
-    dense,
-    features,
     identity,
     is_plain_linear,
-    linears_of,
     sample,
     tensors_of,
 )
-from .copied_layers import Place, check_precision, copy_of, key_of, keyed, places_of
+from .copied_layers import (
+    AnyCopy,
+    Place,
+    check_precision,
+    copied_modules,
+    copy_of,
+    key_of,
+    keyed,
+    places_of,
+    values_of,
+)
+from .experts_copy import ExpertsCopy
 from .layer_copy import LowBitCopy
 
 if TYPE_CHECKING:
@@ -59,9 +67,10 @@ class LowBitCopies:
     """The copies that one draft computes with.
 
     Attributes:
-        by_module: `(copy, index of the layer in it)` by id of the layer.
+        by_module: `(copy, index of the layer in it)` by id of the linear layer.
         by_weight: the same by id of the weight, or of what replaces it in captured passes (`stand_ins`).
-        modules: the linear layers, in the order of the model.
+        experts: copies of experts, by id of their layer.
+        modules: the layers, in the order of the model.
         others: further `(module, forward)` pairs that the draft computes with.
         left: requested sub-layers and layers that stay as they are, with the reason.
         passes: passes captured with these copies, by adapters (captured/passes.py); stored here, they are freed with
@@ -73,7 +82,7 @@ class LowBitCopies:
         model: PreTrainedModel,
         skip: SkipConfig,
         precision: PrecisionConfig,
-        make: Callable[[Sequence[str], Sequence[Any], str, int], LowBitCopy] | None = None,
+        make: Callable[[Sequence[str], Sequence[Any], str, int], AnyCopy] | None = None,
     ) -> None:
         """Make the copies for one draft.
 
@@ -91,10 +100,11 @@ class LowBitCopies:
         self.others: list[tuple[nn.Module, Any]] = []
         self.by_module: dict[int, tuple[LowBitCopy, int]] = {}
         self.by_weight: dict[int, tuple[LowBitCopy, int]] = {}
+        self.experts: dict[int, ExpertsCopy] = {}
         self.modules: list[nn.Module] = []
         self.passes: dict[Any, Any] = {}
         self._stand_ins: dict[int, torch.Tensor] = {}
-        self._copied: list[tuple[LowBitCopy, list[nn.Module]]] = []
+        self._copied: list[tuple[AnyCopy, list[nn.Module]]] = []
         places, self.left = places_of(model, skip, precision)
         store = state_of(model).get(CopiesPart).low_bit_copies
         for group, key, _, reason in keyed(places, precision.group_size, on_cpu):
@@ -103,29 +113,33 @@ class LowBitCopies:
                     if make is None:
                         store[key] = copy_of(model, group, precision.group_size)
                     else:
-                        names, modules = [p.name for p in group], [p.module for p in group]
-                        store[key] = make(names, modules, group[0].precision, precision.group_size)
+                        given = [p.name for p in group], [p.module for p in group]
+                        store[key] = make(*given, group[0].precision, precision.group_size)
                 except CannotRead as error:  # unlike the layer of this class that was tested
                     reason = str(error)
             if reason is not None:
                 self.left += [f"{place.name} ({reason})" for place in group]
                 continue
-            self._copied.append((store[key], [place.module for place in group]))
+            copy, modules = store[key], [place.module for place in group]
+            self._copied.append((copy, modules))
+            self.modules += modules
+            if isinstance(copy, ExpertsCopy):
+                self.experts[id(modules[0])] = copy
+                continue
             for index, place in enumerate(group):
                 module = place.module
-                self.by_module[id(module)] = store[key], index
+                self.by_module[id(module)] = copy, index
                 weight: Any = module.weight
                 if not is_plain_linear(module):
                     # It takes no memory: it serves to be recognised.
                     zero = torch.zeros(1, dtype=model.dtype, device="cpu")
                     weight = self._stand_ins[id(module)] = zero.expand(place.shape)
-                self.by_weight[id(weight)] = store[key], index
-                self.modules.append(module)
+                self.by_weight[id(weight)] = copy, index
         self._note(model)
 
     def _note(self, model: PreTrainedModel) -> None:
         """Record the weights that the copies are made of."""
-        self._linears = [id(module) for module in linears_of(model)]
+        self._layers = [id(module) for module in copied_modules(model)]
         self._identities = [identity(module) for module in self.modules]
         self._places = list(map(_place, self.modules))
         self._sample = sample(self.modules)
@@ -133,7 +147,7 @@ class LowBitCopies:
     def is_current(self, model: PreTrainedModel) -> bool:
         """Tell whether these are the model's layers, and still hold the weights that were copied."""
         return (
-            self._linears == [id(module) for module in linears_of(model)]
+            self._layers == [id(module) for module in copied_modules(model)]
             and self._identities == [identity(module) for module in self.modules]
             and torch.equal(self._sample, sample(self.modules))
         )
@@ -149,7 +163,7 @@ class LowBitCopies:
             return 0.0
         if (
             not self._sample.numel()
-            or self._linears != [id(module) for module in linears_of(model)]
+            or self._layers != [id(module) for module in copied_modules(model)]
             or self._places != list(map(_place, self.modules))
         ):
             return math.inf
@@ -163,26 +177,32 @@ class LowBitCopies:
             CannotRead: weights of a layer can no longer be obtained.
         """
         for copy, modules in self._copied:
-            copy.rewrite([dense(module, model.dtype) for module in modules])
+            copy.rewrite(values_of(modules, model.dtype))
         self._note(model)
 
-    def by_key(self) -> dict[Any, LowBitCopy]:
+    def by_key(self) -> dict[Any, AnyCopy]:
         """Return the copies by weights and precision, as `CopiesPart` has them."""
         return {key_of(modules, copy.precision, copy.group_size): copy for copy, modules in self._copied}
 
     def num_weights(self) -> int:
         """Count the numbers that quantising all of them takes in."""
-        return sum(sum(copy.sizes) * (features(modules[0]) or (0,))[0] for copy, modules in self._copied)
+        return sum(copy.num_weights for copy, _ in self._copied)
 
     def num_bytes(self) -> int:
         """Return the memory of the copies in bytes."""
-        return sum(copy.num_bytes() for copy in {id(c): c for c, _ in self.by_module.values()}.values())
+        return sum(copy.num_bytes() for copy in self.by_key().values())
+
+    def precisions(self) -> set[str]:
+        """Return the precisions of the copies."""
+        return {copy.precision for copy, _ in self._copied}
 
     def forwards(self) -> list[tuple[nn.Module, Any]]:
-        """Return the `(module, forward)` pairs with which the linear layers compute from their copies."""
+        """Return the `(module, forward)` pairs with which the layers compute from their copies."""
         return [*self.others, *((module, self._forward(module)) for module in self.modules)]
 
     def _forward(self, module: nn.Module) -> Any:
+        if id(module) in self.experts:
+            return self.experts[id(module)].forward_of(module)
         copy, index = self.by_module[id(module)]
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -224,7 +244,7 @@ class CopiesPart(Part):
     """
 
     def __init__(self) -> None:
-        self.low_bit_copies: dict[Any, LowBitCopy] = {}
+        self.low_bit_copies: dict[Any, AnyCopy] = {}
         self.low_bit_drafts: dict[tuple[SkipConfig, PrecisionConfig | None], LowBitCopies] = {}
         self.resident: Resident | None = None
 
@@ -309,7 +329,7 @@ def _drop_of_others(model: PreTrainedModel) -> None:
     store, drafts = state_of(model).get(CopiesPart).low_bit_copies, state_of(model).get(CopiesPart).low_bit_drafts
     for asked in [asked for asked, copies in drafts.items() if not copies.is_current(model)]:
         del drafts[asked]
-    now = {identity(module) for module in linears_of(model)} if store else set()
+    now = {identity(module) for module in copied_modules(model)} if store else set()
     for key in [key for key in store if not now.issuperset(key[0])]:
         del store[key]
 
@@ -326,7 +346,7 @@ def keep_only(model: nn.Module, copies: LowBitCopies | None) -> None:
     if copies is None:
         drop_copies(model)
         return
-    wanted = {id(copy) for copy, _ in copies.by_weight.values()}
+    wanted = {id(copy) for copy in copies.by_key().values()}
     store = state_of(model).get(CopiesPart).low_bit_copies
     for key in [key for key, copy in store.items() if id(copy) not in wanted]:
         del store[key]

@@ -1,15 +1,16 @@
 """The draft of a model with offloaded weights: everything that it reads is in memory.
 
-A second model is made of the first (`clone_without_hooks`) that has low-bit copies in place of its linear layers, the
-embedding in bfloat16, and everything else (norms, biases, routers) unchanged. It has no hooks, so that its passes are
-captured like those of any draft, and none of them reads an offloaded weight. The copies are made a few layers at a
-time, each written to the offload folder when it is made: the next process reads them, even where this one is killed in
-the middle.
+A second model is made of the first (`clone_without_hooks`) that has low-bit copies in place of its linear layers and
+experts, the embedding in bfloat16, and everything else (norms, biases, routers) unchanged. It has no hooks, so that its
+passes are captured like those of any draft, and none of them reads an offloaded weight. The copies are made a few
+layers at a time, each written to the offload folder when it is made: the next process reads them, even where this one
+is killed in the middle.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy as copying
 import dataclasses
 import hashlib
 import logging
@@ -35,6 +36,7 @@ from ...support.progress import progress_bar
 from ...support.tensors import fingerprint_of
 from ...support.trusted import UntrustedFolderError, check_folder, name_of_open, opened, storing
 from ..structure.adapters import has_adapters
+from ..structure.expert_layers import is_experts, names_of_experts
 from ..structure.offloaded import (
     CannotStandIn,
     Source,
@@ -45,7 +47,8 @@ from ..structure.offloaded import (
     why_unreadable,
 )
 from ..structure.sublayers import LayoutPart, input_device, layout_of
-from .copied_layers import check_precision, estimated_bytes
+from .copied_layers import AnyCopy, check_precision, estimated_bytes, places_of
+from .experts_copy import ExpertsCopy, matrices_of_experts
 from .layer_copy import LowBitCopy, packing
 from .low_bit import CopiesPart, LowBitCopies
 
@@ -138,9 +141,11 @@ def resident_bytes(model: PreTrainedModel, skip: SkipConfig, precision: Precisio
     total = estimated_bytes(model, skip, precision)
     if type(embedding) is nn.Embedding:
         total += 2 * embedding.weight.numel()
-    linears = {id(m.weight) for m in model.modules() if type(m) is nn.Linear}
+    places, _ = places_of(model, skip, precision)
+    copied = {id(p) for place in places for p in place.module.parameters()}
+    copied |= {id(m.weight) for m in model.modules() if type(m) is nn.Linear}
     for parameter in model.parameters():
-        if parameter.device.type == "meta" and id(parameter) not in linears and parameter is not embedding.weight:
+        if parameter.device.type == "meta" and id(parameter) not in copied and parameter is not embedding.weight:
             total += parameter.numel() * parameter.element_size()
     return total
 
@@ -212,8 +217,8 @@ class ResidentDraft:
         state_of(self.model).get(LayoutPart).layout = dataclasses.replace(
             layout, layers=tuple(layer.of_modules(modules) for layer in layout.layers)
         )
-        linears = [m for m in self.model.modules() if type(m) is nn.Linear]
-        with progress_bar(len(linears), "Quantising the offloaded weights, once") as bar:
+        layers = [m for m in self.model.modules() if type(m) is nn.Linear or is_experts(m)]
+        with progress_bar(len(layers), "Quantising the offloaded weights, once") as bar:
             self._bar = bar
             copies = LowBitCopies(self.model, skip, precision, make=self._copy)
             del self._bar
@@ -245,7 +250,7 @@ class ResidentDraft:
 
     def num_bytes(self) -> int:
         """Return the memory, in bytes, of all that the draft has for itself."""
-        copies: dict[Any, LowBitCopy] = state_of(self.model).get(CopiesPart).low_bit_copies
+        copies: dict[Any, AnyCopy] = state_of(self.model).get(CopiesPart).low_bit_copies
         return self._resident + sum(copy.num_bytes() for copy in copies.values())
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -253,28 +258,46 @@ class ResidentDraft:
     def _weight(self, name: str) -> torch.Tensor:
         return self._original[name].detach() if name in self._original else self._sources[name].load()
 
-    def _copy(self, names: Sequence[str], layers: Sequence[nn.Linear], precision: str, group_size: int) -> LowBitCopy:
-        what = (tuple(names), precision, group_size, packing(layers[0].weight, precision))
-        wanted = [f"{name}.{key}" for name in names for key in ("weight", "bias")]
-        weights = [layer.weight for layer in layers]
+    def _copy(self, names: Sequence[str], layers: Sequence[Any], precision: str, group_size: int) -> AnyCopy:
+        experts = layers[0] if is_experts(layers[0]) else None
+        if experts is None:
+            weights = [layer.weight for layer in layers]
+            wanted = [f"{name}.{key}" for name in names for key in ("weight", "bias")]
+        else:
+            weights = [weight[0] for weight, _ in matrices_of_experts(experts)]
+            wanted = [f"{names[0]}.{key}" for pair in names_of_experts(experts) for key in pair if key is not None]
+        what = (tuple(names), precision, group_size, packing(weights[0], precision))
         found = self._stored(what, wanted)
-        copy: LowBitCopy | None = None
+        copy: AnyCopy | None = None
         if found is not None:
             try:
-                copy = LowBitCopy.of_tensors(found, weights, precision, group_size)
+                copy = (
+                    LowBitCopy.of_tensors(found, weights, precision, group_size)
+                    if experts is None
+                    else ExpertsCopy.of_tensors(found, experts, precision, group_size)
+                )
                 self.read += 1
             except (KeyError, ValueError) as error:
                 logger.warning("A low-bit copy in %s cannot be used (%s); making it again.", self.folder, error)
         if copy is None:
-            pairs = [
-                (self._weight(f"{name}.weight"), None if layer.bias is None else self._weight(f"{name}.bias"))
-                for name, layer in zip(names, layers, strict=True)
-            ]
-            copy = LowBitCopy(pairs, precision, group_size)
+            copy = self._quantised(names, layers, precision, group_size)
             self.made += 1
             self._store(what, wanted, copy.tensors())
         self._bar.update(len(layers))
         return copy
+
+    def _quantised(self, names: Sequence[str], layers: Sequence[Any], precision: str, group_size: int) -> AnyCopy:
+        """Make the copy of layers of these names, whose weights are read for it."""
+        if not is_experts(layers[0]):
+            pairs = [
+                (self._weight(f"{name}.weight"), None if layer.bias is None else self._weight(f"{name}.bias"))
+                for name, layer in zip(names, layers, strict=True)
+            ]
+            return LowBitCopy(pairs, precision, group_size)
+        read = copying.copy(layers[0])  # the same layer with its weights in memory, as long as it is quantised
+        keys = [key for pair in names_of_experts(read) for key in pair if key is not None]
+        read._parameters = {**read._parameters, **{key: self._weight(f"{names[0]}.{key}") for key in keys}}
+        return ExpertsCopy(matrices_of_experts(read), layers[0], precision, group_size)
 
     def _embedding(self, name: str, module: nn.Embedding) -> Any:
         """Return a replacement of the embedding's forward: its rows in bfloat16, in which a draft computes."""

@@ -22,7 +22,7 @@ from ...support.model_state import Part, state_of
 from ...support.once import looking_once
 from ...support.structure import modules_of
 from ...support.tensors import place_of
-from ..captured.expert_layers import (
+from ..structure.expert_layers import (
     add_unchanged,
     computes_all_experts,
     has_experts,

@@ -15,8 +15,8 @@ from ...config import SkipConfig
 from ...support.machine import is_intel
 from ...support.structure import modules_of
 from ..captured.conditions import why_not_captured
-from ..captured.expert_layers import computes_all_experts, form_of, has_experts
 from ..captured.linear_kernels import linear_of_few_rows, onednn_takes
+from ..structure.expert_layers import computes_all_experts, form_of, has_experts
 from ..structure.skip_mode import SkipMode
 from .few_rows import forward_of_experts
 from .prompt_scans import prompt_scans

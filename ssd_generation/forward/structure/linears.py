@@ -125,9 +125,10 @@ def sample(modules: list[nn.Module]) -> torch.Tensor:
     """
     few = []
     for module in modules:
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.numel():
-            few.append(few_of(weight, 8))
+        own = [tensor for tensor in module._parameters.values() if tensor is not None and tensor.ndim > 2]  # experts'
+        for weight in own or [getattr(module, "weight", None)]:
+            if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.numel():
+                few.append(few_of(weight, 8))
     return torch.cat(few) if few else torch.zeros(0, device="cpu")
 
 

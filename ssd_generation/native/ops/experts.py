@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.compiler import bfloat16_sums, registers
+from ..codegen.compiler import bfloat16_sums, integer_products, registers
 from ..sequence import Block, KernelList, Operand, Step, make_list
 from .kernels import NAMES, flags, kernel
 
@@ -27,16 +27,21 @@ class ExpertWeights:
     """One matrix for each of E experts.
 
     Attributes:
-        weight: `(E, N, K)`, without gaps; read in place.
-        bias: `(E, N)` of the same type, or `None`.
+        weight: `(E, N, K)`, without gaps; read in place. In low bits as in `NativeLinear`: `(E, N, K)` in 8 bits,
+            `(E, N, K / 2)` in 4.
+        bias: `(E, N)` of the same type, in low bits of the activations', or `None`.
+        scales: low bits: E times those of `NativeLinear`, one expert's after another's.
+        group: number of columns that share a scale under int4.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    group: int = 0
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return weight and bias, if there is one."""
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+        """Return weight, bias and scales, as far as there are any."""
+        return tuple(tensor for tensor in (self.weight, self.bias, self.scales) if tensor is not None)
 
     def have_kernels(self) -> bool:
         """Tell whether there are kernels for these."""
@@ -49,6 +54,14 @@ class ExpertWeights:
             and tensor.is_contiguous()
             for tensor in self.tensors()
         )
+
+    def product(self, activation: torch.dtype) -> tuple[Any, ...]:
+        """Return what names the kernel that multiplies with these, for activations of a type."""
+        if self.group:
+            return "int4", NAMES[activation], self.group, integer_products()
+        if self.weight.dtype is torch.uint8:
+            return "int8", NAMES[activation]
+        return "grouped", NAMES.get(self.weight.dtype, "int8"), NAMES[activation], registers(), bfloat16_sums()
 
 
 class NativeExperts:
@@ -63,7 +76,7 @@ class NativeExperts:
         down: W₂.
         gate: `(S, R) → (S, I)`, each row separately; `None`: silu(gate) · up of the two halves.
         by_input: whether matrices are stored as `(K, R)` and `(I, N)`.
-        activation: type of inputs and outputs; `None`: that of the weights.
+        activation: type of inputs and outputs; `None`: that of the weights, which are not in low bits.
 
     Attributes:
         activation: type of inputs and outputs.
@@ -84,12 +97,13 @@ class NativeExperts:
         self.gate = gate
         self._experts = up.weight.shape[0]
         self.activation = activation or up.weight.dtype
-        self._name, stored = NAMES[self.activation], NAMES[up.weight.dtype]
+        self._name = NAMES[self.activation]
         self._up, self._down = _Matrices.of(up, by_input), _Matrices.of(down, by_input)
         self.middle = self._down.columns
-        kind, *parts = ("columns",) if by_input else ("grouped", bfloat16_sums())
-        self._per_thread = 2 if by_input else 4  # items for each thread: long parts of rows are read faster
-        self._grouped = kernel("experts", kind, stored, self._name, registers(), *parts)
+        # Items for each thread: long parts of rows are read faster; of packed ones, each item prepares x first.
+        self._per_thread = 2 if by_input or up.weight.dtype is torch.uint8 else 4
+        by_columns = "columns", NAMES.get(up.weight.dtype), self._name, registers()
+        self._grouped = kernel("experts", *(by_columns if by_input else up.product(self.activation)))
         self._lists: dict[Any, tuple[KernelList, ...]] = {}
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -188,7 +202,9 @@ class _Matrices:
         # Aliases: a parameter's own memory is freed when a thread replaces it, even while a kernel reads it.
         held = tuple(tensor.detach() for tensor in weights.tensors())
         rows, columns = weights.weight.shape[:0:-1] if by_input else weights.weight.shape[1:]
-        addresses = [*(tensor.data_ptr() for tensor in held), 0, 0][:3]
+        columns = columns * 2 if weights.group else columns
+        given = (weights.weight, weights.bias, weights.scales)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
         return cls((ctypes.c_int64 * 5)(*addresses, columns, rows), held, rows, columns)
 
 

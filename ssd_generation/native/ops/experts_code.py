@@ -11,15 +11,17 @@ A pair whose expert is none of 0 … E − 1 adds nothing; some models route tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
 
 from ..codegen.builder import ADDRESS, BYTES, FLOAT, FLOATS, I64, LANES, STORED, Module, Task, integer, least, splat
+from .int4_code import Digits, int4_products
+from .int8_code import int8_products
 from .linear_code import products_of
-from .products_code import LAYER_FIELDS, Layer
+from .products_code import LAYER_FIELDS, Layer, Products
 
 __all__ = ["experts_module", "plan_numbers"]
 
@@ -219,16 +221,15 @@ class _Experts(Module):
                 yield row, k, b.sub(stop, k)
 
 
-def _grouped(weight: str, activation: str, registers: int, sums: str) -> str:
-    """Multiply the tokens of each chosen expert with its matrix `(N, K)`.
+def _grouped(made: Products | Digits) -> str:
+    """Multiply the tokens of each chosen expert with its matrix `(N, K)`, by the functions for such matrices.
 
     The record: the address of the layer of expert 0 (`LAYER_FIELDS`), whose matrices, biases and scales are followed by
     those of the others; x `(S, K)`, y `(S, N)`, the plan, k, E.
     """
-    made = products_of(weight, activation, registers, sums)
-    functions = made.functions()
+    functions: Any = made.functions()
     b, task = made.kernel()
-    work = _Work(made, b, task, weight, made.strip)
+    work = _Work(made, b, task)
     room = made.room(b, work.layer.columns, work.pairs)
     with work.groups() as (own, x, y, count, first, end):
         made.multiply(b, functions, room, own, (x, y, count), first, end)
@@ -240,19 +241,17 @@ class _Work:
     """This part's share of the products of all chosen experts: a range of outputs of some of them.
 
     Args:
-        module: the module.
+        module: the module; it knows how many outputs a unit of work has, and the bytes of an expert.
         b: builder at the entry of its kernel.
         task: the kernel's task; its record as in `_grouped`.
-        weight: type of the weights.
-        strip: number of outputs in a unit of work.
     """
 
-    def __init__(self, module: Module, b: Any, task: Task, weight: str, strip: int) -> None:
-        self._module, self._b, self._task, self._strip = module, b, task, strip
+    def __init__(self, module: Products | Digits | _Columns, b: Any, task: Task) -> None:
+        self._module, self._b, self._task = module, b, task
         self.pairs = b.mul(task.entry(b, 0), task.field(b, 9))
         self._plan = _Plan(task.operand(b, 7), task.field(b, 10), self.pairs)
         self.layer = Layer.of(module, b, task.address(b, 2))
-        self._sizes = BYTES[weight], BYTES[weight], BYTES["float32"]
+        self._sizes = module.bytes_of(b, self.layer)
         self._own = b.alloca(I64, size=integer(len(LAYER_FIELDS)))
         for at, number in ((3, self.layer.columns), (4, self.layer.rows)):
             b.store(number, module.at(b, self._own, integer(at), I64))
@@ -266,8 +265,8 @@ class _Work:
         """
         module, b, task, layer = self._module, self._b, self._task, self.layer
         x, y = task.operand(b, 3), task.operand(b, 5)
-        strip = integer(self._strip)
-        strips = b.sdiv(b.add(layer.rows, integer(self._strip - 1)), strip)
+        strip = integer(module.strip)
+        strips = b.sdiv(b.add(layer.rows, integer(module.strip - 1)), strip)
         first, end = task.share(b, b.mul(_load(b, self._plan.groups(b)), strips))
         # Where there is nothing to do, the range is empty: the quotients are the same, or the first is greater.
         after = b.sdiv(b.add(end, b.sub(strips, integer(1))), strips)
@@ -275,11 +274,9 @@ class _Work:
             b, b.sdiv(first, strips), b.select(b.icmp_signed("<", first, end), after, integer(0)), integer(1), []
         ) as (group, _):
             expert, place, count = (_load(b, self._plan.group(b, group, field)) for field in range(_FIELDS))
-            numbers = (b.mul(layer.rows, layer.columns), layer.rows, layer.rows)
-            bases = (layer.weight, layer.bias, layer.scales)
-            for at, (base, many, size) in enumerate(zip(bases, numbers, self._sizes, strict=True)):
+            for at, (base, size) in enumerate(zip((layer.weight, layer.bias, layer.scales), self._sizes, strict=True)):
                 address = b.ptrtoint(base, I64)
-                moved = b.add(address, b.mul(b.mul(expert, many), integer(int(size))))
+                moved = b.add(address, b.mul(expert, size))
                 is_none = b.icmp_unsigned("==", address, integer(0))
                 b.store(b.select(is_none, address, moved), module.at(b, self._own, integer(at), I64))
             before = b.mul(group, strips)
@@ -299,15 +296,22 @@ class _Columns(Module):
     sums of a block of outputs stay on the stack.
     """
 
+    strip = _UNIT
+
     def __init__(self, weight: str, activation: str, registers: int) -> None:
         super().__init__(f"columns_{weight}_{activation}", activation)
         self._weight, self._registers = weight, registers
+
+    def bytes_of(self, b: Any, layer: Layer) -> tuple[Any, Any, Any]:
+        """Return how many bytes the weights, the bias and the scales of an expert take."""
+        each = integer(int(BYTES[self._weight]))
+        return b.mul(b.mul(layer.rows, layer.columns), each), b.mul(layer.rows, each), integer(0)
 
     def build(self) -> str:
         """Return the module's text; the record as in `_grouped`."""
         blocks = {rows: self._block(rows, max(1, self._registers // 2 // rows)) for rows in (4, 2, 1)}
         b, task = self.kernel()
-        work = _Work(self, b, task, self._weight, _UNIT)
+        work = _Work(self, b, task)
         sums = b.alloca(FLOAT, size=integer(_ROWS * _WIDE))
         sums.align = 64
         sums = b.inttoptr(b.ptrtoint(sums, I64), ADDRESS)  # of vectors, too
@@ -405,18 +409,26 @@ class _Columns(Module):
                 self.store_many(b, total, self.at(b, y, b.add(b.mul(m, layer.rows), at), kind), left)
 
 
+_FUNCTIONS: dict[str, Callable[..., Products | Digits]] = {
+    "grouped": products_of,
+    "int4": int4_products,
+    "int8": int8_products,
+}
+
+
 def experts_module(what: str, *parts: Any) -> str:
     """Return the text of a module whose kernel computes a part of a layer of experts.
 
     Args:
-        what: `"sort"`, `"gather"`, `"gate"`, `"combine"`, `"grouped"` or `"columns"`; see the functions and classes of
-            these names, whose records (`builder.Task`) begin at 2. The number of rows in the table is n, the number of
-            tokens.
+        what: `"sort"`, `"gather"`, `"gate"`, `"combine"`, `"grouped"`, `"int4"`, `"int8"` or `"columns"`; see the
+            functions and classes of these names (`_grouped` for low bits, too), whose records (`builder.Task`) begin at
+            2. The number of rows in the table is n, the number of tokens.
         parts: type of the activations; for `"combine"` also that of the weights of experts; for `"grouped"` the
-            arguments of `linear_module`, for `"columns"` the first three of them.
+            arguments of `linear_module`, for `"columns"` the first three of them; for `"int4"` and packed `"int8"`
+            those of `int4_module` and `int8_module`.
     """
-    if what == "grouped":
-        return _grouped(*parts)
+    if what in _FUNCTIONS:
+        return _grouped(_FUNCTIONS[what](*parts))
     if what == "columns":
         return _Columns(*parts).build()
     activation, *weights = parts

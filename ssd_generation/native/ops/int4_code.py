@@ -17,6 +17,7 @@ from llvmlite import ir
 
 from ..codegen.builder import (
     ADDRESS,
+    BYTES,
     FLOAT,
     FLOATS,
     I8,
@@ -33,7 +34,7 @@ from ..codegen.builder import (
 )
 from .products_code import Layer
 
-__all__ = ["COLUMNS", "Integers", "int4_module"]
+__all__ = ["COLUMNS", "Digits", "Integers", "int4_module", "int4_products"]
 
 COLUMNS = 32
 """Number of columns whose weights are stored together, 256 bytes for 16 rows: line j, 64 bytes, has four bytes of each
@@ -44,12 +45,15 @@ _AHEAD = 8192
 """Distance in bytes at which memory is prefetched."""
 
 
-class _Digits(Module):
+class Digits(Module):
     """4-bit weights by float32 arithmetic."""
 
     name = "int4"
 
     bits = 4
+
+    strip = 2 * LANES
+    """Number of rows of W that work on experts is divided by."""
 
     most_rows = 4
     """Number of rows of x that one reading of the weights serves."""
@@ -64,38 +68,68 @@ class _Digits(Module):
 
     def build(self) -> str:
         """Return the module's text."""
-        rows_of_tiles = range(1, self.most_rows + 1)
-        tiles = {(rows, blocks): self._tile(rows, blocks) for rows in rows_of_tiles for blocks in (1, 2)}
-        prepare = self._prepare()
+        functions = self.functions()
         b, task = self.kernel()
         record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
         rows = task.entry(b, 0)
         layer = Layer.of(self, b, record)
-        size = self._bytes(b, layer.columns)[2]
-        memory = b.alloca(I8, size=b.mul(size, integer(self.most_rows)))
+        room = self.room(b, layer.columns, rows)
+        first, end = (b.mul(at, integer(LANES)) for at in task.share(b, b.sdiv(layer.rows, integer(LANES))))
+        self.multiply(b, functions, room, record, (x, y, rows), first, end)
+        b.ret_void()
+        return str(self.module)
+
+    def functions(self) -> tuple[dict[tuple[int, int], Any], Any]:
+        """Build the functions that multiply prepared rows of x, and the one that prepares them."""
+        rows_of_tiles = range(1, self.most_rows + 1)
+        return {
+            (rows, blocks): self._tile(rows, blocks) for rows in rows_of_tiles for blocks in (1, 2)
+        }, self._prepare()
+
+    def room(self, b: Any, columns: Any, rows: Any) -> Any:
+        """Take the memory for prepared rows of x on the stack, at the entry of a kernel; return its address."""
+        memory = b.alloca(I8, size=b.mul(self._bytes(b, columns)[2], integer(self.most_rows)))
         memory.align = 64
-        own = b.ptrtoint(memory, I64)
-        first, end = task.share(b, b.sdiv(layer.rows, integer(LANES)))
+        return b.inttoptr(b.ptrtoint(memory, I64), ADDRESS)
+
+    def multiply(
+        self,
+        b: Any,
+        functions: tuple[dict[tuple[int, int], Any], Any],
+        room: Any,
+        record: Any,
+        operands: tuple[Any, Any, Any],
+        first: Any,
+        end: Any,
+    ) -> None:
+        """Multiply all rows of x by a range of rows of W, as `Products.multiply` does; its ends are multiples of 16."""
+        (tiles, prepare), (x, y, rows) = functions, operands
+        layer = Layer.of(self, b, record)
+        first, end = (b.sdiv(at, integer(LANES)) for at in (first, end))
         even = b.sub(end, b.srem(b.sub(end, first), integer(2)))
         of_x = STORED[self.activation]
         with self.loop(b, integer(0), rows, integer(self.most_rows), []) as (m, _):
             count = least(b, b.sub(rows, m), integer(self.most_rows))
             its_x = self.at(b, x, b.mul(m, layer.columns), of_x)
             its_y = self.at(b, y, b.mul(m, layer.rows), of_x)
-            its_own = b.inttoptr(own, ADDRESS)
-            b.call(prepare, [its_x, its_own, layer.columns, count])
+            b.call(prepare, [its_x, room, layer.columns, count])
             after = b.append_basic_block("after_tiles")
             choice = b.switch(count, after)
-            for many in rows_of_tiles:
+            for many in range(1, self.most_rows + 1):
                 block = b.append_basic_block(f"of_{many}")
                 choice.add_case(integer(many), block)
                 b.position_at_end(block)
                 for blocks, begin, until in ((2, first, even), (1, even, end)):
-                    b.call(tiles[many, blocks], [record, its_own, its_y, begin, until])
+                    b.call(tiles[many, blocks], [record, room, its_y, begin, until])
                 b.branch(after)
             b.position_at_end(after)
-        b.ret_void()
-        return str(self.module)
+
+    def bytes_of(self, b: Any, layer: Layer) -> tuple[Any, Any, Any]:
+        """Return how many bytes the weights, the bias and the scales of a layer take."""
+        weights = b.lshr(b.mul(layer.rows, layer.columns), integer(3))
+        scales = b.mul(layer.rows, b.sdiv(layer.columns, self.group)) if self.has_offsets else layer.rows
+        of_bias = integer(int(BYTES[self.activation]))
+        return b.mul(weights, integer(self.bits)), b.mul(layer.rows, of_bias), b.shl(scales, integer(2))
 
     def _bytes(self, b: Any, columns: Any) -> tuple[Any, Any, Any]:
         """Return bytes of a prepared row: of its scales, of the three such tables before its numbers, and of all."""
@@ -249,7 +283,7 @@ class _Digits(Module):
         return sums
 
 
-class Integers(_Digits):
+class Integers(Digits):
     """Products of 8-bit integers, with the instruction that adds four of them to a 32-bit integer."""
 
     per_column = 1
@@ -334,7 +368,12 @@ class _Pairs(Integers):
         ]
 
 
-_PRODUCTS = {"avx512": Integers, "avx2": _Pairs, "": _Digits}
+_PRODUCTS = {"avx512": Integers, "avx2": _Pairs, "": Digits}
+
+
+def int4_products(activation: str, group: int, products: str) -> Digits:
+    """Return the functions for 4-bit layers; arguments as in `int4_module`."""
+    return _PRODUCTS[products](activation, group)
 
 
 def int4_module(activation: str, group: int, products: str) -> str:
@@ -349,4 +388,4 @@ def int4_module(activation: str, group: int, products: str) -> str:
         products: instructions for products of integers, `"avx512"` (VNNI) or `"avx2"`; `""`: there are none, and
             float32 numbers are multiplied.
     """
-    return _PRODUCTS[products](activation, group).build()
+    return int4_products(activation, group, products).build()

@@ -14,7 +14,7 @@ from ..codegen.builder import FLOAT, FLOATS
 from .int4_code import Integers
 from .products_code import Layer
 
-__all__ = ["int8_module"]
+__all__ = ["int8_module", "int8_products"]
 
 
 class _Bytes(Integers):
@@ -39,6 +39,11 @@ class _Bytes(Integers):
         return b.fmul(sums, b.load(self.at(b, layer.scales, row, FLOAT), typ=FLOATS, align=4))
 
 
+def int8_products(activation: str) -> Integers:
+    """Return the functions for packed 8-bit layers with activations of a type."""
+    return _Bytes(activation, 0)
+
+
 def int8_module(activation: str) -> str:
     """Return the text of a module for 8-bit layers, whose kernel is called like that of `linear_code.linear_module`.
 
@@ -47,4 +52,4 @@ def int8_module(activation: str) -> str:
     Args:
         activation: `"float32"`, `"bfloat16"` or `"float16"`.
     """
-    return _Bytes(activation, 0).build()
+    return int8_products(activation).build()

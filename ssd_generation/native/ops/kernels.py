@@ -36,8 +36,12 @@ _SHARED = (
     "ops/tiles_code.py",
     "ops/linear_code.py",
     "ops/int4_code.py",
+    "ops/int8_code.py",
 )
 """Files that the code of all kernels is built from."""
+
+_WITH_ROOM = (("experts", "int4"), ("experts", "int8"))
+"""Kernels of experts whose loops leave registers free."""
 
 Record = ctypes.c_int64 * RECORD
 
@@ -73,9 +77,10 @@ def kernel(kind: str, *parts: Any) -> int:
         module = importlib.import_module(f".{kind}_code", __package__)
         return str(getattr(module, f"{kind}_module")(*parts))
 
+    fills_registers = kind in ("linear", "experts") and (kind, *parts[:1]) not in _WITH_ROOM
     name = "-".join((kind, *map(str, parts)))
     described = f"{name} {_source(*_SHARED, f'ops/{kind}_code.py')}"
-    return address_of(name, described, text, unrolls=kind not in ("linear", "experts"))
+    return address_of(name, described, text, unrolls=not fills_registers)
 
 
 def record(address: int, how: int, *fields: int) -> Any:

@@ -459,6 +459,14 @@ class Products(Module):
                         its_x, stride = room.own, self.stride(b, columns)
                     b.call(strip, [record, its_x, its_y, room.sums, stride, count, n, until, left, right])
 
+    def bytes_of(self, b: Any, layer: Layer) -> tuple[Any, Any, Any]:
+        """Return how many bytes the weights, the bias and the scales of a layer take."""
+        numbers = b.mul(layer.rows, layer.columns)
+        kinds = self.weight, self.activation, "float32"
+        counts = numbers, layer.rows, layer.rows
+        weights, bias, scales = (b.mul(n, integer(int(BYTES[k]))) for n, k in zip(counts, kinds, strict=True))
+        return weights, bias, scales
+
     def _kernel(self) -> None:
         """Build the kernel: strips of W, each with all rows of x."""
         functions = self.functions()

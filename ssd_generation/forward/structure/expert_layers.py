@@ -26,14 +26,17 @@ __all__ = [
     "computes_all_experts",
     "experts_of",
     "form_of",
+    "gate_of",
     "has_experts",
     "is_experts",
+    "names_of_experts",
     "native_experts",
     "native_experts_of_all",
     "run_experts",
     "runs_through_interface",
     "shape_of_gate",
     "unchanged_from",
+    "weights_of_experts",
 ]
 
 _DEFAULT_GATE: Any = moe._default_apply_gate
@@ -134,32 +137,52 @@ def native_experts(module: nn.Module, activation: torch.dtype | None = None) -> 
         module: the layer (`is_experts`); experts that return their input are left out.
         activation: type of its inputs and outputs, where it is not that of the weights.
     """
-    is_other = getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False)
-    if why_not() is not None or is_other:
+    found = None if why_not() is not None else weights_of_experts(module)
+    if found is None or not all(one.have_kernels() for one in found) or (activation or torch.float32) not in NAMES:
         return None
-    layer: Any = module
+    up, down = found
     form = form_of(module)
+    is_mixed = activation not in (None, up.weight.dtype)
+    if is_mixed and form.has_bias and not form.is_transposed:
+        return None  # that kernel reads biases as activations
+    return NativeExperts(up, down, gate_of(module), by_input=form.is_transposed, activation=activation)
+
+
+def weights_of_experts(module: nn.Module) -> tuple[ExpertWeights, ExpertWeights] | None:
+    """Return the matrices of a layer's two products, as they are stored; `None` where it has others.
+
+    Args:
+        module: the layer (`is_experts`).
+    """
+    if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
+        return None
     matrices = []
-    for name in ("gate_up_proj" if form.has_gate else "up_proj", "down_proj"):
+    for weight, bias in names_of_experts(module):
         # Not by attribute, which may compute what an adapter or a quantiser stores.
-        held = [layer._parameters.get(name), layer._parameters.get(f"{name}_bias") if form.has_bias else None]
-        if held[0] is None or (held[1] is None) == form.has_bias:
+        held = [module._parameters.get(weight), None if bias is None else module._parameters.get(bias)]
+        if held[0] is None or held[0].ndim != 3 or (held[1] is None) != (bias is None):
             return None
         if (first := unchanged_from(module)) is not None:
             held[0] = held[0][:first]
         matrices.append(ExpertWeights(held[0], held[1]))
-    if not all(one.have_kernels() for one in matrices) or (activation or torch.float32) not in NAMES:
-        return None
     up, down = matrices
-    is_mixed = activation not in (None, up.weight.dtype)
-    if is_mixed and form.has_bias and not form.is_transposed:
-        return None  # that kernel reads biases as activations
+    form = form_of(module)
     inner, outer = (1, 2) if form.is_transposed else (2, 1)
     middle = down.weight.shape[inner]
     if up.weight.shape[0] != down.weight.shape[0] or up.weight.shape[outer] != middle * (1 + form.has_gate):
         return None
-    gate = _gate_of(layer)
-    return NativeExperts(up, down, gate, by_input=form.is_transposed, activation=activation)
+    return up, down
+
+
+def names_of_experts(module: nn.Module) -> list[tuple[str, str | None]]:
+    """Return the names of the weight and of the bias, if there is one, of a layer's two products.
+
+    Args:
+        module: the layer (`is_experts`).
+    """
+    form = form_of(module)
+    weights = "gate_up_proj" if form.has_gate else "up_proj", "down_proj"
+    return [(weight, f"{weight}_bias" if form.has_bias else None) for weight in weights]
 
 
 def native_experts_of_all(module: Any) -> NativeExperts | None:
@@ -182,13 +205,14 @@ def shape_of_gate(module: nn.Module, pairs: int) -> tuple[int, int] | None:
         pairs: S, the number of tokens times that of the experts that each of them takes.
     """
     layer: Any = module
-    if _gate_of(layer) is None:
+    if gate_of(layer) is None:
         return None
     return pairs, int(layer.down_proj.shape[1 if form_of(module).is_transposed else 2])
 
 
-def _gate_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what lies between the two products; `None` for a gate that has a kernel."""
+def gate_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what lies between the two products of a layer; `None` for a gate that has a kernel."""
+    layer: Any = module
     if not form_of(layer).has_gate:
         return layer.act_fn  # type: ignore[no-any-return]
     own = getattr(layer, "_apply_gate", partial(_DEFAULT_GATE, layer))
