@@ -20,6 +20,7 @@ os.environ["SSD_GENERATION_CACHE"] = tempfile.mkdtemp(prefix="ssd_generation_tes
 import random
 import shutil
 import socket
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,39 @@ LONGEST = (
     "test_pictures.py",
     "test_trusted_files.py",
 )
+# Files of which so many cases of each parametrised test run by default, spread over all of them, the others nightly.
+_FEW = 8
+SAMPLED: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "test_adapters.py",
+            "test_batch_passes.py",
+            "test_capture.py",
+            "test_constrained.py",
+            "test_exactness.py",
+            "test_experts.py",
+            "test_experts_copies.py",
+            "test_foreign_weights.py",
+            "test_latent_attention.py",
+            "test_model_check.py",
+            "test_native_lists.py",
+            "test_offloaded.py",
+            "test_opaque_layouts.py",
+            "test_prefix_cache.py",
+            "test_prefixes_of_states.py",
+            "test_prompt_passes.py",
+            "test_quantised.py",
+            "test_recurrent.py",
+            "test_replayed.py",
+            "test_same_seed.py",
+            "test_states.py",
+            "test_weight_changes.py",
+        ),
+        _FEW,
+    ),
+    "test_families.py": 5 * _FEW,
+}
+
 # The fast subset: all tests of each of these files, or those whose names end in one of the suffixes.
 FAST: dict[str, tuple[str, ...]] = {
     "test_acceptance.py": ("[llama]", "[gemma2]", "_accepts"),
@@ -139,6 +173,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("fast")
         if item.get_closest_marker("integrations") is not None:
             item.add_marker(pytest.mark.filterwarnings("default"))  # warnings of other programs
+    if not (config.getoption("keyword") or any("::" in str(name) for name in config.args)):  # cases that are asked for
+        _sample(items)
     for name in ("nightly", "integrations"):
         if name not in (config.getoption("markexpr") or ""):
             left_out = [item for item in items if item.get_closest_marker(name) is not None]
@@ -146,6 +182,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if item.get_closest_marker(name) is None]
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Mark the cases of `SAMPLED` that do not run by default."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.path.name in SAMPLED and item.get_closest_marker("fast") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for together in cases.values():
+        most = SAMPLED[together[0].path.name]
+        # Multiples of the golden ratio spread over all combinations of parameters.
+        for at in sorted(range(len(together)), key=lambda at: at * 0.6180339887498949 % 1)[most:]:
+            together[at].add_marker("nightly")
 
 
 @pytest.fixture(autouse=True)

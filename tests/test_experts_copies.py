@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ssd_generation.forward.copies.layer_copy import LowBitCopy
 from ssd_generation.forward.copies.low_bit import CopiesPart, LowBitCopies, copies_of, copy_bytes
 from ssd_generation.forward.structure.expert_layers import experts_of
 from ssd_generation.native.codegen.compiler import why_not
-from ssd_generation.native.ops.experts import NativeExperts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import automatic
 from test_experts import Layer
@@ -74,11 +72,15 @@ class Stored(nn.Module):
 @pytest.mark.parametrize("by_input", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("precision", "group"), [("int8", 0), ("int4", 32), ("int4", 64)])
-@pytest.mark.parametrize(("tokens", "slots"), [(1, 2), (3, 1), (7, 4), (40, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "slots", "middle"), [(1, 2, 128), (3, 1, 128), (7, 4, 128), (40, 2, 128), (3, 2, 144)]
+)  # 144 is not a multiple of 32: int8 is packed in the first product alone
 def test_an_expert_is_its_own_two_copies(
-    tokens: int, slots: int, precision: str, group: int, dtype: torch.dtype, by_input: bool
+    tokens: int, slots: int, middle: int, precision: str, group: int, dtype: torch.dtype, by_input: bool
 ) -> None:
-    layer = Layer(dtype, 5, 192, 128, rows=80, by_input=by_input)
+    if middle % max(32, group) and precision == "int4":
+        pytest.skip("no copy can be made of it")
+    layer = Layer(dtype, 5, 192, middle, rows=80, by_input=by_input)
     stored = Stored(layer)
     copy = ExpertsCopy(matrices_of_experts(stored), stored, precision, group or 32)
     x, chosen, weights = layer.inputs(tokens, slots, torch.float32)
@@ -276,16 +278,3 @@ def test_no_copies_are_made_where_no_draft_can_pay(
     assert copy_bytes(model) == 0 or is_tried
     dense = enable_self_speculative(tiny_model("llama"))
     assert automatic._choose(dense, ["int8"], prompt(20))["tried"]["int8"]["of"] == 20
-
-
-def test_kernels_are_named_by_what_they_read() -> None:
-    layer = Layer(torch.bfloat16, 5, 64, 32)
-    stored = Stored(layer)
-    stored._apply_gate = layer.gate  # type: ignore[method-assign]
-    kernels = {
-        NativeExperts(*ExpertsCopy(matrices_of_experts(stored), stored, name)._products, None, False, dtype)._grouped
-        for name in ("int8", "int4")
-        for dtype in (torch.bfloat16, torch.float32)
-    }
-    assert len(kernels) == 4
-    assert dataclasses.is_dataclass(ExpertsCopy(matrices_of_experts(stored), stored, "int4")._products[0])

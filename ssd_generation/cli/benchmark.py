@@ -40,7 +40,7 @@ Results go to a folder as they are made; the same command with the same folder c
   auto             self_speculative="auto": the fastest way to draft on this machine
   auto-free        the same without low-bit copies: lookup, and layer skipping once it pays
   lookup           drafting by prompt lookup alone
-  int8, int4       all linear layers low-bit while drafting
+  int8, int4       all linear layers and experts low-bit while drafting
   config, skip     --config as it is; its skip set alone
   paper            its skip set with Draft & Verify's own rule for the draft length
   random-half      a random half of all sub-layers left out

@@ -104,7 +104,7 @@ class SkipConfig(_BySublayer, title="a skip set"):
 
 @dataclass(frozen=True)
 class PrecisionConfig(_BySublayer, title="'precision'"):
-    """Sub-layers that draft from low-bit copies of their own weights.
+    """Sub-layers that draft from low-bit copies of their own weights: of linear layers, and of experts on a CPU.
 
     Only the draft computes from the copies; verification uses the weights as loaded, so the text stays the target's.
     The skip set decides which sub-layers the draft runs at all. A precision config is false if nothing in it is

@@ -1,4 +1,4 @@
-"""Whole calls of `generate` by several methods, interleaved, for `batches` and `constrained`."""
+"""Whole calls of `generate` by several methods, interleaved, for `batches`, `constrained`, `experts` and others."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def compare(
     options: Mapping[str, Any],
     repeats: int,
     fresh: Callable[[], dict[str, Any]] = dict,
+    methods: Mapping[str, Any] = METHODS,
 ) -> Compared:
     """Call `generate` by each method, interleaved, after one call of each to warm up.
 
@@ -71,13 +72,14 @@ def compare(
         options: options of each call.
         repeats: number of timed calls of each method.
         fresh: function that makes further options for each call, outside its time.
+        methods: as `METHODS`, with "plain" among them.
     """
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
-    timings = Timings(METHODS, "plain")
+    timings = Timings(methods, "plain")
     texts: dict[str, torch.Tensor] = {}
-    statistics: dict[str, list[Any]] = {method: [] for method in drafting_methods()}
-    for turn in interleaved(list(METHODS), repeats):
-        request = METHODS[turn.method]
+    statistics: dict[str, list[Any]] = {method: [] for method in methods if method != "plain"}
+    for turn in interleaved(list(methods), repeats):
+        request = methods[turn.method]
         asked = {} if request is None else {"self_speculative": request}
         output, seconds = timed(model.device, model.generate, **inputs, **options, **asked, **fresh())
         texts[turn.method] = output

@@ -55,13 +55,21 @@ class ExpertWeights:
             for tensor in self.tensors()
         )
 
-    def product(self, activation: torch.dtype) -> tuple[Any, ...]:
-        """Return what names the kernel that multiplies with these, for activations of a type."""
+    def kernel(self, by_input: bool, activation: torch.dtype) -> int:
+        """Return the address of the kernel that multiplies with these.
+
+        Args:
+            by_input: whether they are stored as `(K, N)`.
+            activation: type of inputs and outputs.
+        """
+        stored, name = NAMES.get(self.weight.dtype, "int8"), NAMES[activation]
+        if by_input:
+            return kernel("experts", "columns", stored, name, registers())
         if self.group:
-            return "int4", NAMES[activation], self.group, integer_products()
+            return kernel("experts", "int4", name, self.group, integer_products())
         if self.weight.dtype is torch.uint8:
-            return "int8", NAMES[activation]
-        return "grouped", NAMES.get(self.weight.dtype, "int8"), NAMES[activation], registers(), bfloat16_sums()
+            return kernel("experts", "int8", name)
+        return kernel("experts", "grouped", stored, name, registers(), bfloat16_sums())
 
 
 class NativeExperts:
@@ -98,12 +106,8 @@ class NativeExperts:
         self._experts = up.weight.shape[0]
         self.activation = activation or up.weight.dtype
         self._name = NAMES[self.activation]
-        self._up, self._down = _Matrices.of(up, by_input), _Matrices.of(down, by_input)
+        self._up, self._down = (_Matrices.of(one, by_input, self.activation) for one in (up, down))
         self.middle = self._down.columns
-        # Items for each thread: long parts of rows are read faster; of packed ones, each item prepares x first.
-        self._per_thread = 2 if by_input or up.weight.dtype is torch.uint8 else 4
-        by_columns = "columns", NAMES.get(up.weight.dtype), self._name, registers()
-        self._grouped = kernel("experts", *(by_columns if by_input else up.product(self.activation)))
         self._lists: dict[Any, tuple[KernelList, ...]] = {}
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -185,27 +189,35 @@ class NativeExperts:
         items = max(1, pass_.pairs * matrices.rows * matrices.columns // _SHARE)
         operands = [Operand(x), Operand(result, 0, True), Operand(pass_.plan)]
         fields: list[int | Operand] = [ctypes.addressof(matrices.record), *operands, *pass_.counts]
-        return Step("experts", self._grouped, flags(items, self._per_thread), fields, matrices), result
+        return Step("experts", matrices.kernel, flags(items, matrices.per_thread), fields, matrices), result
 
 
 @dataclass
 class _Matrices:
-    """Record of the first expert's matrix, which those of the others follow, and the tensors that it points to."""
+    """Record of the first expert's matrix, which those of the others follow, the tensors that it points to, and kernel.
+
+    `per_thread` is the number of work items for each thread.
+    """
 
     record: Any
     held: tuple[torch.Tensor, ...]
     rows: int
     columns: int
+    kernel: int
+    per_thread: int
 
     @classmethod
-    def of(cls, weights: ExpertWeights, by_input: bool) -> _Matrices:
+    def of(cls, weights: ExpertWeights, by_input: bool, activation: torch.dtype) -> _Matrices:
         # Aliases: a parameter's own memory is freed when a thread replaces it, even while a kernel reads it.
         held = tuple(tensor.detach() for tensor in weights.tensors())
         rows, columns = weights.weight.shape[:0:-1] if by_input else weights.weight.shape[1:]
         columns = columns * 2 if weights.group else columns
         given = (weights.weight, weights.bias, weights.scales)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        return cls((ctypes.c_int64 * 5)(*addresses, columns, rows), held, rows, columns)
+        # Long parts of rows are read faster; of packed ones, each item prepares x first.
+        per_thread = 2 if by_input or weights.weight.dtype is torch.uint8 else 4
+        record = (ctypes.c_int64 * 5)(*addresses, columns, rows)
+        return cls(record, held, rows, columns, weights.kernel(by_input, activation), per_thread)
 
 
 class _Pass:
