@@ -80,7 +80,7 @@ def _measured(name: str, arguments: Namespace) -> dict[str, Any]:
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     options = greedy_options(arguments.new_tokens)
     compared = compare(model, inputs, options, arguments.repeats, methods=methods)
-    rates = [one.acceptance_rate for one in compared.statistics["int4"]]
+    rates = [rate for one in compared.statistics["int4"] if (rate := one.acceptance_rate) is not None]
     return {
         "name": name,
         "step": costs.plain_step,
@@ -89,7 +89,7 @@ def _measured(name: str, arguments: Namespace) -> dict[str, Any]:
         "predicted": {a: theoretical_speedup([a], costs) for a in _ACCEPTANCE},
         "memory": share,
         "speedups": {m: spread(compared.timings.ratios(m)) for m in methods if m != "plain"},
-        "acceptance": statistics.mean(rates) if rates else 0.0,
+        "acceptance": statistics.mean(rates) if rates else None,
         "length": statistics.mean(one.drafted_tokens / max(1, one.rounds) for one in compared.statistics["int4"]),
         "same": torch.equal(compared.texts["int4"], compared.texts["nothing"]),
     }
@@ -103,7 +103,8 @@ def _as_page(found: Sequence[dict[str, Any]], arguments: Namespace) -> str:
         share = f"{100 * row['memory']:.0f} %"
         costs.append([row["name"], f"{1e3 * row['step']:.1f}", f"{row['draft']:.2f}", *verified, *gains, share])
         its = [with_range(speedup) for speedup in row["speedups"].values()]
-        rate = f"{row['acceptance']:.2f}, {row['length']:.1f} tokens"
+        drafts = row["acceptance"] is not None
+        rate = f"{row['acceptance']:.2f}, {row['length']:.1f} tokens a round" if drafts else "nothing was drafted"
         calls.append([row["name"], *its, rate, "the same" if row["same"] else "another"])
     lengths = [f"{n} tokens" for n in _LENGTHS]
     gains = [f"gain at {a:g} (draft length)" for a in _ACCEPTANCE]
