@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lab.expert_drafts import round_to_int4
 from ssd_generation import DraftingConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.config import Costs
 from ssd_generation.forward.captured.passes import draft_of
@@ -230,6 +231,17 @@ def test_copies_are_made_again_from_their_tensors() -> None:
                 ExpertsCopy.of_tensors({**tensors, name: tensors[name][1:]}, stored, precision, 32)
             with pytest.raises((KeyError, ValueError)):
                 ExpertsCopy.of_tensors({k: v for k, v in tensors.items() if k != name}, stored, precision, 32)
+
+
+def test_drafts_of_rounded_weights_are_accepted() -> None:
+    for family in ("mixtral", "gpt_oss"):
+        model = mixture(family)
+        text(model, drafted("int4"))
+        before = model.last_speculation.acceptance_rate
+        model = mixture(family)
+        round_to_int4(model)
+        text(model, drafted("int4"))
+        assert model.last_speculation.acceptance_rate > max(before, 0.6)
 
 
 # --- offloaded weights
