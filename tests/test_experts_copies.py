@@ -185,7 +185,7 @@ def test_experts_that_are_not_copied_are_reported() -> None:
     first, second, third, _ = experts_of(model)
     nn.utils.parametrize.register_parametrization(first, "down_proj", nn.Identity())
     second.double()
-    third.gate_up_proj = nn.Parameter(third.gate_up_proj[:, :-8].clone())  # type: ignore[operator,union-attr]
+    third.gate_up_proj = nn.Parameter(third.gate_up_proj[:, :-8].clone())  # type: ignore[index]
     left = LowBitCopies(model, SkipConfig(), PrecisionConfig(default="int8")).left
     reasons = ["in a form that has no kernels", "these are float64", "in a form that has no kernels"]
     assert [reason in one for one, reason in zip(left, reasons, strict=True)] == [True] * 3

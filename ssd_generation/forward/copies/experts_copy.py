@@ -42,8 +42,8 @@ class ExpertsCopy:
             self._hold([self._quantised(*layer) for layer in layers], module)
 
     def _hold(self, products: list[ExpertWeights], module: nn.Module) -> None:
-        self._products = products
-        self.native = NativeExperts(*products, gate_of(module), activation=torch.bfloat16)
+        up, down = self._products = products
+        self.native = NativeExperts(up, down, gate_of(module), activation=torch.bfloat16)
 
     def _quantised(self, weight: torch.Tensor, bias: torch.Tensor | None) -> ExpertWeights:
         """Quantise a weight `(E, N, K)` and its bias `(E, N)`."""

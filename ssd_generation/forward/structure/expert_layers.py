@@ -159,12 +159,12 @@ def weights_of_experts(module: nn.Module) -> tuple[ExpertWeights, ExpertWeights]
     matrices = []
     for weight, bias in names_of_experts(module):
         # Not by attribute, which may compute what an adapter or a quantiser stores.
-        held = [module._parameters.get(weight), None if bias is None else module._parameters.get(bias)]
-        if held[0] is None or held[0].ndim != 3 or (held[1] is None) != (bias is None):
+        held = module._parameters.get(weight)
+        its_bias = None if bias is None else module._parameters.get(bias)
+        if held is None or held.ndim != 3 or (its_bias is None) != (bias is None):
             return None
-        if (first := unchanged_from(module)) is not None:
-            held[0] = held[0][:first]
-        matrices.append(ExpertWeights(held[0], held[1]))
+        first = unchanged_from(module)
+        matrices.append(ExpertWeights(held if first is None else held[:first], its_bias))
     up, down = matrices
     form = form_of(module)
     inner, outer = (1, 2) if form.is_transposed else (2, 1)

@@ -125,8 +125,8 @@ def sample(modules: list[nn.Module]) -> torch.Tensor:
     """
     few = []
     for module in modules:
-        own = [tensor for tensor in module._parameters.values() if tensor is not None and tensor.ndim > 2]  # experts'
-        for weight in own or [getattr(module, "weight", None)]:
+        own: list[Any] = [tensor for tensor in module._parameters.values() if tensor is not None and tensor.ndim > 2]
+        for weight in own or [getattr(module, "weight", None)]:  # matrices of experts, or one
             if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.numel():
                 few.append(few_of(weight, 8))
     return torch.cat(few) if few else torch.zeros(0, device="cpu")
