@@ -161,6 +161,17 @@ def test_drafts_compute_from_copies_of_experts(
     assert model.last_speculation.acceptance_rate < rate
 
 
+def test_layers_that_are_called_otherwise_run_as_they_are() -> None:
+    model = mixture("mixtral")
+    layer: Any = experts_of(model)[0]
+    copy = ExpertsCopy(matrices_of_experts(layer), layer, "int8")
+    forward = copy.forward_of(layer)
+    x, chosen, weights = torch.randn(3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]]), torch.rand(3, 2)
+    exact = layer(x, chosen, weights)
+    assert not torch.equal(forward(x, chosen, weights), exact)
+    assert torch.equal(forward(x, chosen, top_k_weights=weights), exact)
+
+
 def test_skipped_layers_have_no_copies() -> None:
     model = mixture("mixtral")
     precision = PrecisionConfig(default="int4", mlp={0: None, 1: "int8"})

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from ...config import SkipConfig
 from ..eager.module_states import Holder, module_states
-from ..structure.expert_layers import add_unchanged, experts_of, run_experts, unchanged_from
+from ..structure.expert_layers import add_unchanged, are_routed, experts_of, run_experts, unchanged_from
 from ..structure.skip_mode import SkipMode
 from .conditions import EAGER, layers_that_attend, own_attentions
 from .griffin import is_griffin_block, run_griffin_block
@@ -258,8 +258,7 @@ class ModelCalls:
 
     def experts(self, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Make the node of a layer of experts."""
-        shapes = [argument.shape for argument in args if isinstance(argument, torch.Tensor)]
-        if kwargs or len(args) != 3 or not _are_of_experts(shapes):
+        if kwargs or not are_routed(args):
             return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
         recording, (hidden, chosen, weights), first = self._recording, args, unchanged_from(module)
         routed = weights if first is None else weights * (chosen < first)
@@ -307,11 +306,3 @@ def _by_token(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(result, tuple):
         return result.transpose(0, 1)
     return (result[0].transpose(0, 1), *result[1:])
-
-
-def _are_of_experts(shapes: Sequence[torch.Size]) -> bool:
-    """Tell whether these are the shapes of hidden states `(n, H)`, chosen experts `(n, k)` and their weights."""
-    if len(shapes) != 3 or any(len(shape) != 2 for shape in shapes):
-        return False
-    hidden, chosen, weights = shapes
-    return chosen == weights and chosen[0] == hidden[0]

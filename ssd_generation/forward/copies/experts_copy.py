@@ -13,7 +13,7 @@ from ...native.ops.experts import ExpertWeights, NativeExperts
 from ...native.ops.kernels import NAMES
 from ...native.ops.linear import can_pack_int8
 from ...native.ops.quantise import quantise_int4, quantise_int8
-from ..structure.expert_layers import add_unchanged, form_of, gate_of, unchanged_from, weights_of_experts
+from ..structure.expert_layers import add_unchanged, are_routed, form_of, gate_of, unchanged_from, weights_of_experts
 
 __all__ = ["ExpertsCopy", "matrices_of_experts", "why_not_experts"]
 
@@ -113,10 +113,13 @@ class ExpertsCopy:
         return sum(tensor.nbytes for one in self._products for tensor in one.tensors())
 
     def forward_of(self, module: nn.Module) -> Callable[..., torch.Tensor]:
-        """Return a replacement of the layer's `forward` that computes from the copy."""
+        """Return a replacement of the layer's `forward` that computes from the copy, if it is called as usual."""
         first = unchanged_from(module)
 
-        def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs or not are_routed(args):
+                return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
+            hidden, chosen, weights = args
             output = self.native(hidden.bfloat16(), chosen, weights).to(hidden.dtype)
             return output if first is None else add_unchanged(first, output, hidden, chosen, weights)
 

@@ -24,6 +24,7 @@ from ...support.structure import modules_of
 from ...support.tensors import place_of
 from ..structure.expert_layers import (
     add_unchanged,
+    are_routed,
     computes_all_experts,
     has_experts,
     native_experts,
@@ -170,11 +171,9 @@ def forward_of_experts(module: Any, fits: Callable[[torch.Tensor], bool]) -> Cal
     dtype, first = kernel.activation, unchanged_from(module)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(args) == 3 and not kwargs and all(isinstance(argument, torch.Tensor) for argument in args):
+        if not kwargs and are_routed(args):
             hidden, chosen, weights = args
-            is_known = hidden.ndim == chosen.ndim == 2 and len(chosen) == len(hidden) and hidden.dtype is dtype
-            is_known = is_known and chosen.shape == weights.shape and weights.dtype in (dtype, torch.float32)
-            if is_known and fits(chosen):
+            if hidden.dtype is dtype and weights.dtype in (dtype, torch.float32) and fits(chosen):
                 held, its_place = _held(module)
                 if its_place == place:
                     output = kernel(hidden, chosen, weights)

@@ -8,7 +8,7 @@ computes all of them for every token, from zeros where a token has not chosen an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ...support.structure import is_of_transformers, modules_of
 
 __all__ = [
     "add_unchanged",
+    "are_routed",
     "computes_all_experts",
     "experts_of",
     "form_of",
@@ -116,6 +117,14 @@ def add_unchanged(
     """
     share = (weights * (chosen >= first)).sum(dim=1, keepdim=True)
     return outputs + (hidden * share).to(outputs.dtype)
+
+
+def are_routed(arguments: Sequence[Any]) -> bool:
+    """Tell whether these are hidden states `(n, H)`, chosen experts `(n, k)` and their weights."""
+    if len(arguments) != 3 or not all(isinstance(one, torch.Tensor) and one.ndim == 2 for one in arguments):
+        return False
+    hidden, chosen, weights = (one.shape for one in arguments)
+    return bool(chosen == weights and chosen[0] == hidden[0])
 
 
 def run_experts(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
