@@ -19,7 +19,8 @@ from ssd_generation.forward.copies.experts_copy import ExpertsCopy, matrices_of_
 from ssd_generation.forward.copies.layer_copy import LowBitCopy
 from ssd_generation.forward.copies.low_bit import CopiesPart, LowBitCopies, copies_of, copy_bytes
 from ssd_generation.forward.structure.expert_layers import experts_of
-from ssd_generation.native.codegen.compiler import why_not
+from ssd_generation.native.codegen.compiler import integer_products, why_not
+from ssd_generation.native.ops import experts, linear
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import automatic
 from test_experts import Layer
@@ -91,8 +92,8 @@ def test_an_expert_is_its_own_two_copies(
         for w, b in matrices_of_experts(stored)
     ]
     expected = torch.zeros(tokens, 80)
-    for token, experts in enumerate(chosen.tolist()):
-        for slot, expert in enumerate(experts):
+    for token, its in enumerate(chosen.tolist()):
+        for slot, expert in enumerate(its):
             opened = single[0][expert].whole(x[token][None])
             gated = layer.gate(opened) if by_input else None
             if gated is None:
@@ -107,6 +108,24 @@ def test_an_expert_is_its_own_two_copies(
     assert by_input or torch.equal(found, alone)
     exact = layer(x.to(dtype), chosen, weights.to(dtype)).float()
     assert (found.float() - exact).norm() < (0.03 if precision == "int8" else 0.25) * exact.norm()
+
+
+@pytest.mark.parametrize("products", ["avx2", ""])  # without AVX-512's instruction; with none for integers
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_other_processors(precision: str, products: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if products == "avx2" and integer_products() == "":
+        pytest.skip("this processor has no AVX2")
+    layer = Layer(torch.float32, 5, 96, 64, by_input=True)
+    stored = Stored(layer)
+    here = ExpertsCopy(matrices_of_experts(stored), stored, precision)
+    for module in (linear, experts):
+        monkeypatch.setattr(module, "integer_products", lambda: products)
+    there = ExpertsCopy(matrices_of_experts(stored), stored, precision)
+    x, chosen, weights = layer.inputs(6, 2, torch.float32)
+    found, expected = (copy.native(x.bfloat16(), chosen, weights).float() for copy in (there, here))
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    exact = layer(x, chosen, weights)
+    assert (found - exact).norm() < (0.03 if precision == "int8" else 0.25) * exact.norm()
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

@@ -263,10 +263,12 @@ class ResidentDraft:
         if experts is None:
             weights = [layer.weight for layer in layers]
             wanted = [f"{name}.{key}" for name in names for key in ("weight", "bias")]
+            packed = packing(weights[0], precision)
         else:
             weights = [weight[0] for weight, _ in matrices_of_experts(experts)]
             wanted = [f"{names[0]}.{key}" for pair in names_of_experts(experts) for key in pair if key is not None]
-        what = (tuple(names), precision, group_size, packing(weights[0], precision))
+            packed = ", ".join(packing(weight, precision) for weight in weights)
+        what = (tuple(names), precision, group_size, packed)
         found = self._stored(what, wanted)
         copy: AnyCopy | None = None
         if found is not None:
