@@ -62,7 +62,7 @@ def compare(
     options: Mapping[str, Any],
     repeats: int,
     fresh: Callable[[], dict[str, Any]] = dict,
-    methods: Mapping[str, Any] = METHODS,
+    methods: Mapping[str, Any] | None = None,
 ) -> Compared:
     """Call `generate` by each method, interleaved, after one call of each to warm up.
 
@@ -72,9 +72,10 @@ def compare(
         options: options of each call.
         repeats: number of timed calls of each method.
         fresh: function that makes further options for each call, outside its time.
-        methods: as `METHODS`, with "plain" among them.
+        methods: as `METHODS`, with "plain" among them; by default these.
     """
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    methods = METHODS if methods is None else methods
     timings = Timings(methods, "plain")
     texts: dict[str, torch.Tensor] = {}
     statistics: dict[str, list[Any]] = {method: [] for method in methods if method != "plain"}
