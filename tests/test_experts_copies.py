@@ -277,6 +277,7 @@ def test_drafts_of_rounded_weights_are_accepted() -> None:
 # --- offloaded weights
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # older versions of transformers
 def test_experts_of_offloaded_models_are_copied(tmp_path: Path) -> None:
     from test_offloaded import draft_of as resident_of
     from test_offloaded import on_disk
