@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from lab.expert_drafts import round_to_int4
 from ssd_generation import DraftingConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
@@ -95,17 +94,12 @@ def test_an_expert_is_its_own_two_copies(
     for token, its in enumerate(chosen.tolist()):
         for slot, expert in enumerate(its):
             opened = single[0][expert].whole(x[token][None])
-            gated = layer.gate(opened) if by_input else None
-            if gated is None:
-                gate, up = opened.float().chunk(2, -1)
-                gated = (functional.silu(gate) * up).bfloat16()
-            expected[token] += single[1][expert].whole(gated)[0].float() * weights[token, slot]
+            expected[token] += single[1][expert].whole(layer.gate(opened))[0].float() * weights[token, slot]
     found = copy.native(x, chosen, weights)
     assert found.dtype is torch.bfloat16 and (found.float() - expected).norm() < 0.01 * expected.norm()
-    if by_input:  # torch's gate is the same at every width
-        assert torch.equal(found, expected.bfloat16())
+    assert torch.equal(found, expected.bfloat16())  # with torch's gate in both
     alone = torch.cat([copy.native(x[at][None], chosen[at][None], weights[at][None]) for at in range(tokens)])
-    assert by_input or torch.equal(found, alone)
+    assert torch.equal(found, alone)
     exact = layer(x.to(dtype), chosen, weights.to(dtype)).float()
     assert (found.float() - exact).norm() < (0.03 if precision == "int8" else 0.25) * exact.norm()
 
@@ -132,7 +126,6 @@ def test_other_processors(precision: str, products: str, monkeypatch: pytest.Mon
 def test_an_expert_nobody_chose_is_not_read(precision: str) -> None:
     layer = Layer(torch.float32, 5, 64, 32)
     stored = Stored(layer)
-    stored._apply_gate = layer.gate  # type: ignore[method-assign]
     copy = ExpertsCopy(matrices_of_experts(stored), stored, precision)
     x, _, weights = layer.inputs(2, 2, torch.float32)
     chosen = torch.tensor([[0, 2], [2, 4]])

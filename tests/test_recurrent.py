@@ -61,7 +61,7 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "head_dim": 8,
 }  # fmt: skip
-# An even number of vectors for each token, whatever the processor: where some are read apart, batches are not captured.
+# Whole vectors for each token on every processor: where a remainder is computed apart, batches are not captured.
 _ROTATED_WHOLE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 _SCANNED: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 8}
 FAMILIES: dict[str, Callable[[], Any]] = {

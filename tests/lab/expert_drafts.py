@@ -12,7 +12,6 @@ nothing drafted. What drafts would gain with other acceptance rates follows from
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
@@ -29,10 +28,10 @@ from ssd_generation.tuning.automatic import weight_bytes
 from ssd_generation.tuning.costs import costs_of
 from ssd_generation.tuning.speedup import theoretical_speedup
 
-from .experts import SHAPES, random_model
+from .experts import print_by_shape, random_model
 from .program import Program
 from .side_by_side import METHODS, compare, greedy_options, with_range
-from .tables import as_markdown, measured_rows, versions
+from .tables import as_markdown, versions
 
 __all__ = ["main", "round_to_int4"]
 
@@ -123,14 +122,8 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command line; `None` for that of the process.
     """
     program = Program("expert_drafts", __doc__)
-    program.add_argument("--only", nargs="+", metavar="NAME", choices=SHAPES, default=list(SHAPES), help="these shapes")
-    program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     program.add_counts(new_tokens=64, prompt=32, repeats=3)
-    program.add_rows()
-    program.add_json()
-    arguments = program.parsed(words)
-    found = measured_rows(arguments, _measured)
-    print(json.dumps(found, indent=2) if arguments.json else _as_page(found, arguments))
+    print_by_shape(program, words, _measured, _as_page)
 
 
 if __name__ == "__main__":

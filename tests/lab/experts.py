@@ -30,7 +30,7 @@ from .random_models import random_model as of_family
 from .side_by_side import compare, drafting_methods, greedy_options, with_range
 from .tables import as_markdown, measured_rows, versions
 
-__all__ = ["SHAPES", "main", "measure_layers", "random_model"]
+__all__ = ["SHAPES", "main", "measure_layers", "print_by_shape", "random_model"]
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite 1B-A400M": (
@@ -257,14 +257,31 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command line; `None` for that of the process.
     """
     program = Program("experts", __doc__)
+    program.add_counts(new_tokens=32, prompt=4, repeats=5)
+    print_by_shape(program, words, _measured, _as_page)
+
+
+def print_by_shape(
+    program: Program,
+    words: Sequence[str] | None,
+    measure: Callable[[str, Namespace], dict[str, Any]],
+    as_page: Callable[[Sequence[dict[str, Any]], Namespace], str],
+) -> None:
+    """Run a program that measures models of `SHAPES`, and print its page.
+
+    Args:
+        program: the program, with the options that are its own.
+        words: as in `main`.
+        measure: as in `measured_rows`.
+        as_page: rows and options ↦ the page.
+    """
     program.add_argument("--only", nargs="+", metavar="NAME", choices=SHAPES, default=list(SHAPES), help="these shapes")
     program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    program.add_counts(new_tokens=32, prompt=4, repeats=5)
     program.add_rows()
     program.add_json()
     arguments = program.parsed(words)
-    found = measured_rows(arguments, _measured)
-    print(json.dumps(found, indent=2) if arguments.json else _as_page(found, arguments))
+    found = measured_rows(arguments, measure)
+    print(json.dumps(found, indent=2) if arguments.json else as_page(found, arguments))
 
 
 if __name__ == "__main__":

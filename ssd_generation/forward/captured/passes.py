@@ -453,13 +453,7 @@ class CapturedPasses:
             swap_linears(captured, fastest_kernels(model, layers, length))
         activation = torch.bfloat16 if copies is not None else model.dtype
         if self._is_native:
-            experts = {} if copies is None else copies.experts
-            swap_experts(
-                captured,
-                lambda module: (
-                    experts[id(module)].native if id(module) in experts else self._native_experts(module, activation)
-                ),
-            )
+            swap_experts(captured, lambda module: self._native_experts(module, activation, copies))
             use_native_heads(captured, activation, self._heads)
             if self.is_draft:
                 try_out(model, compile_pass(captured))
@@ -492,8 +486,12 @@ class CapturedPasses:
             self._linears[key] = weight, bias, LINEARS[self.batch_invariance.linear](weight, bias)
         return self._linears[key][2]
 
-    def _native_experts(self, module: Any, activation: torch.dtype) -> NativeExperts | None:
+    def _native_experts(
+        self, module: Any, activation: torch.dtype, copies: LowBitCopies | None
+    ) -> NativeExperts | None:
         """Return the kernels of a layer of experts, the same for passes of all lengths; `None` where it has none."""
+        if copies is not None and id(module) in copies.experts:
+            return copies.experts[id(module)].native
         if id(module) not in self._experts:
             self._experts[id(module)] = module, native_experts(module, activation)
         return self._experts[id(module)][1]

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 AnyCopy = LowBitCopy | ExpertsCopy
-"""What a draft computes from in place of a layer's own weights."""
+"""Copy that a draft computes with in place of a layer's own weights."""
 
 
 class UnreadPart(Part):
@@ -108,7 +108,7 @@ def places_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
             if wanted is None:
                 continue
             inside = [module for top in sub.modules for module in linears(top)]
-            experts = [module for top in sub.modules for module in experts_of(top)]
+            experts = [module for top in sub.modules for module in top.modules() if is_experts(module)]
             for module in (*inside, *experts):
                 place(module, sub.name, wanted)
             held = sum(math.prod(features(module) or (0,)) for module in inside)

@@ -8,6 +8,7 @@ computes all of them for every token, from zeros where a token has not chosen an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from transformers.integrations import moe
 from ...native.codegen.compiler import why_not
 from ...native.ops.experts import ExpertWeights, NativeExperts
 from ...native.ops.kernels import NAMES
-from ...support.structure import is_of_transformers, modules_of
+from ...support.once import looked_at_once
+from ...support.structure import follows_from_structure, is_of_transformers, modules_of
 
 __all__ = [
     "add_unchanged",
@@ -65,9 +67,15 @@ class ExpertForm(NamedTuple):
     is_transposed: bool
 
 
+@looked_at_once
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of experts of a model that have the form of transformers' interface for them."""
-    return [module for module in modules_of(model) if is_experts(module)]
+    """Return the layers of experts of a whole model that have the form of transformers' interface for them."""
+    return [module for reference in _experts_of(model) if (module := reference()) is not None]
+
+
+@follows_from_structure
+def _experts_of(model: nn.Module) -> list[weakref.ref[nn.Module]]:
+    return [weakref.ref(module) for module in modules_of(model) if is_experts(module)]
 
 
 def is_experts(module: nn.Module) -> bool:
