@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from .runtimes import add_runtimes, answer_of, runtimes
 from .side_by_side import METHODS, greedy_options
 from .tables import as_markdown
 
-__all__ = ["measure_rows"]
+__all__ = ["batches_by_rows", "measure_rows"]
 
 Decode = Callable[[], int]
 """Decodes a batch; returns the number of new tokens."""
@@ -53,6 +54,35 @@ def measure_rows(ways: dict[str, Decode], repeats: int) -> dict[str, Any]:
         if not turn.is_warm_up:
             found[turn.method].append(tokens / (time.perf_counter() - began))
     return {name: spread(rates) for name, rates in found.items()}
+
+
+def batches_by_rows(model: Any, tokenizer: Any, arguments: Namespace) -> dict[int, dict[str, Any]]:
+    """Time batches of each size in `arguments.rows`, here and in other runtimes.
+
+    Args:
+        model: a transformers model; it is enabled.
+        tokenizer: its tokenizer.
+        arguments: `rows`, `new_tokens`, `repeats`, `dtype`, and the options of `add_runtimes`.
+
+    Returns:
+        As in `measure_rows`, by the number of rows.
+    """
+    enable_self_speculative(model)
+    options = greedy_options(arguments.new_tokens)
+    found: dict[int, dict[str, Any]] = {}
+    for count in arguments.rows:
+        batch = batch_of_prompts(tokenizer, count)
+        ways: dict[str, Decode] = {
+            name: partial(_by_transformers, model, batch, options, METHODS[name])
+            for name in ("plain", "nothing", "auto")
+        }
+        kept = [ids[mask != 0].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+        room = count * (LONGEST + arguments.new_tokens)
+        with contextlib.ExitStack() as children:
+            for name, child in runtimes(arguments, children, context=room, rows=count, prefix_cache=False):
+                ways[name] = partial(_by_runtime, child, kept, arguments.new_tokens)
+            found[count] = measure_rows(ways, arguments.repeats)
+    return found
 
 
 def _by_transformers(model: Any, batch: dict[str, torch.Tensor], options: dict[str, Any], request: Any) -> int:
@@ -79,21 +109,7 @@ def main(words: Sequence[str] | None = None) -> None:
     program.add_json()
     arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
-    enable_self_speculative(model)
-    found: dict[int, dict[str, Any]] = {}
-    for count in arguments.rows:
-        batch = batch_of_prompts(tokenizer, count)
-        options = greedy_options(arguments.new_tokens)
-        ways: dict[str, Decode] = {
-            name: partial(_by_transformers, model, batch, options, METHODS[name])
-            for name in ("plain", "nothing", "auto")
-        }
-        kept = [ids[mask != 0].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-        room = count * (LONGEST + arguments.new_tokens)
-        with contextlib.ExitStack() as children:
-            for name, child in runtimes(arguments, children, context=room, rows=count, prefix_cache=False):
-                ways[name] = partial(_by_runtime, child, kept, arguments.new_tokens)
-            found[count] = measure_rows(ways, arguments.repeats)
+    found = batches_by_rows(model, tokenizer, arguments)
     if arguments.json:
         print(json.dumps({"conditions": conditions(arguments), "found": found}))
         return
