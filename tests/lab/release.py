@@ -1,4 +1,4 @@
-"""One model here and in other runtimes: prompts of about 50 and 450 tokens, and four texts at once.
+"""One model here and in other runtimes: prompts of about 50 and 500 tokens, and four texts at once.
 
     python -m tests.lab.release --model FOLDER [--dtype bfloat16] [--gguf FILE …] [--openvino FILE …]
                                 [--new-tokens 48] [--prompts 3] [--repeats 2] --rows FOLDER [--json]
@@ -58,10 +58,11 @@ def prompts_by_length(count: int) -> list[Prompt]:
     if not 1 <= count <= len(_REQUESTS):
         raise ValueError(f"The number of prompts should be from 1 to {len(_REQUESTS)}, but got {count}.")
     requests = load_prompts(categories=("writing", "code"), limit_per_category=2)
-    articles = [article.text for article in built_in_articles()]
+    articles = built_in_articles()
     found = []
     for number, (short, asked) in enumerate(zip(requests[:count], _REQUESTS, strict=False)):
-        about = "\n\n".join([asked, *articles[2 * number : 2 * number + 2]])
+        example, first, second = articles[3 * number : 3 * number + 3]
+        about = "\n\n".join([asked, f"Example of our style: {example.reference}", first.text, second.text])
         found += [Prompt(short.id, _SHORT, short.text), Prompt(f"articles-{number + 1}", _LONG, about)]
     return found
 
@@ -128,7 +129,7 @@ def _table(found: Mapping[str, Any], peers: Mapping[str, PeerModel]) -> list[str
         plain = found["batch"][PLAIN]["median"]
         cells.append("–" if batch is None else f"{batch['median'] / plain:.2f}; {batch['median']:.0f} tokens/s")
         lines.append([method, *cells])
-    return as_markdown(["", "about 50 tokens", "about 450 tokens", "4 texts at once"], lines)
+    return as_markdown(["", "about 50 tokens", "about 500 tokens", "4 texts at once"], lines)
 
 
 def main(words: Sequence[str] | None = None) -> None:
