@@ -59,14 +59,14 @@ def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Set whether the decoding kernels read prompts, so that no test depends on what is faster on this machine."""
     reads: bool = request.param
     monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: reads)
-    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model: None)
+    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model, invariance: None)
     return reads
 
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: True)
-    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model: None)
+    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model, invariance: None)
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -21,7 +23,6 @@ from ssd_generation.forward.captured.prompt_passes import prompt_passes
 from ssd_generation.forward.forward import Forward
 from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.native.ops.attention import attend_to_themselves
-from ssd_generation.support.measurements import NoisyMeasurement
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import plan_passes, prompt_kernels
 from ssd_generation.tuning.prompt_kernels import prompt_cost, reads_prompts
@@ -47,6 +48,8 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_kernels, "_PAYS", float("inf"))
+    monkeypatch.setattr(prompt_kernels, "_MAY_PAY", float("inf"))
+    monkeypatch.setattr(prompt_kernels, "_measure_longest", lambda model, invariance: prompt_kernels._ANY)
 
 
 def model_of(family: str, dtype: torch.dtype, **changes: Any) -> Any:
@@ -201,15 +204,26 @@ def test_other_models_read_their_own_prompts(always_faster: None, reads: list[in
     assert reads == []
 
 
-def test_they_are_used_where_they_are_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
-    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model: None)
-    for ours, is_used in ((0.5, True), (1.04, True), (1.06, False), (3.0, False)):
-        monkeypatch.setattr(prompt_kernels, "_times", lambda model, ours=ours: (ours, 1.0, [[1.0, 1.0]]))
-        model = model_of("llama", torch.bfloat16)
-        monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / str(ours)))
-        del reads[:]
-        generate(model, prompt(40))
-        assert bool(reads) == is_used
+@pytest.mark.parametrize(
+    ("linear", "whole", "is_used"),
+    [(0.5, 0.9, True), (1.5, 0.9, True), (0.5, 1.1, False), (1.7, 0.1, False)],
+)
+def test_they_are_used_where_they_are_faster(
+    linear: float, whole: float, is_used: bool, monkeypatch: pytest.MonkeyPatch, reads: list[int]
+) -> None:
+    """A whole prompt decides, and is timed only if the linear layers do not take far longer."""
+    timed: list[int] = []
+
+    def times_of_prompts(model: Any, invariance: Any) -> tuple[int, list[list[float]]]:
+        timed.append(1)
+        return 64, [[whole], [1.0]]
+
+    monkeypatch.setattr(prompt_kernels, "_times", lambda model: (linear, 1.0, [[1.0, 1.0]]))
+    monkeypatch.setattr(prompt_kernels, "_times_of_attention", lambda model: [[1.0], [1.0]])
+    monkeypatch.setattr(prompt_kernels, "_times_of_prompts", times_of_prompts)
+    model = model_of("llama", torch.bfloat16)
+    generate(model, prompt(40))
+    assert bool(reads) == is_used and bool(timed) == (linear < 1.6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -268,7 +282,7 @@ def test_the_cost_is_measured_once_and_kept() -> None:
 
 @pytest.mark.parametrize(
     ("ratios", "cost", "looks"),
-    [((0.2, 0.3, 0.25), 0.3, 3), ((0.3, 1.2, 0.3), 1.2, 2), ((1.4, 0.2), 1.4, 1), ((), 1.0, 1)],
+    [((0.2, 0.3, 0.25), 0.3, 3), ((0.3, 1.7, 0.3), 1.7, 2), ((1.9, 0.2), 1.9, 1), ((), 1.0, 1)],
 )
 def test_kernels_have_to_be_faster_each_time(
     ratios: tuple[float, ...], cost: float, looks: int, monkeypatch: pytest.MonkeyPatch
@@ -284,19 +298,42 @@ def test_kernels_have_to_be_faster_each_time(
 
 
 def test_the_longest_prompt_follows_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_kernels, "_times", lambda model: (0.5, 1.0, [[1.0, 1.0]]))
-    for attending, longest in ((2.0, 1185), (0.5, None), (1000.0, 1)):
-        times = [[attending, attending], [1.0, 1.0]]
-        monkeypatch.setattr(prompt_kernels, "_times_of_attention", lambda model, times=times: times)
-        # 0.55 / 128 is gained for each token, 0.95 / 512² lost for each pair of tokens.
-        assert (int(prompt_kernels._measure_longest(tiny_model())) or None) == longest
-    monkeypatch.setattr(prompt_kernels, "_times", lambda model: (2.0, 1.0, [[1.0, 1.0]]))
-    assert isinstance(prompt_kernels._measure_longest(tiny_model()), NoisyMeasurement)  # and so not stored
+    def longest(linear: float, attending: float, whole: float, seconds: float = 1.0) -> float:
+        times = (linear * seconds, seconds, [[1.0, 1.0]])
+        monkeypatch.setattr(prompt_kernels, "_times", lambda model: times)
+        monkeypatch.setattr(prompt_kernels, "_times_of_attention", lambda model: [[attending, attending], [1.0, 1.0]])
+        monkeypatch.setattr(prompt_kernels, "_times_of_prompts", lambda *_: (64, [[whole, whole], [1.0, 1.0]]))
+        found: float = prompt_kernels._measure_longest(tiny_model(), INVARIANT)
+        return found
+
+    # 0.5 s are gained with 64 tokens; with n, 0.5 / 128 (n - 64) are lost or gained, and 1 / 512² (n² - 64²) lost.
+    assert longest(1.5, 1.0, 0.5) == 64 + 128
+    assert longest(1.0, 2.0, 0.5) == pytest.approx((64**2 + 0.5 * 512**2) ** 0.5)
+    assert longest(0.5, 2.0, 0.5) == 1088
+    assert longest(0.5, 1.0, 0.5) == longest(1.0, 0.5, 0.5) == longest(1.01, 0.5, 0.5) == prompt_kernels._ANY
+    assert longest(0.5, 0.5, 1.0) == 0
+    # Two seconds of linear layers are too long for a whole prompt: these decide.
+    assert longest(0.9, 1.0, 100.0, seconds=2.1) == prompt_kernels._ANY and longest(1.06, 1.0, 0.1, seconds=2.1) == 0
+
+
+@given(
+    probe=st.integers(1, 512), gain=st.floats(1e-4, 1), by_token=st.floats(-0.1, 0.1), by_pair=st.floats(-1e-4, 1e-4)
+)
+def test_losses_break_even_at_the_longest_prompt(probe: int, gain: float, by_token: float, by_pair: float) -> None:
+    def loss(length: float) -> float:
+        return by_token * (length - probe) + by_pair * (length**2 - probe**2)
+
+    longest = prompt_kernels._break_even(probe, gain, by_token, by_pair)
+    assert longest >= probe
+    if longest < 1e6:
+        assert loss(longest) == pytest.approx(gain, rel=1e-3)
+    end = min(longest, 1e6)
+    assert all(loss(probe + (end - probe) * part / 16) <= gain * 1.001 for part in range(17))
 
 
 def test_longer_prompts_are_torchs(monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
     monkeypatch.setattr(prompt_kernels, "_times", lambda model: (0.1, 1.0, [[1.0, 1.0]]))
-    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model: 50)
+    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model, invariance: 50)
     model = model_of("llama", torch.bfloat16)
     for length, is_read in ((50, True), (51, False)):
         generate(model, prompt(length))

@@ -1,13 +1,16 @@
 """Choice of captured passes for reading prompts: they must have the bits of decoding, and pay.
 
-The arithmetic of linear layers and experts decides, by the JIT-compiled kernels and by torch's. It is compared on a few
-rows of each kind of matrix and on two experts, which takes a fraction of a second, once per machine. On a processor
-with AVX2 alone torch has no fast product of bfloat16 matrices, and a prompt takes a sixth of the time; with AMX two
-thirds. Where what was read is to be reused, bits count more than the time of a first reading.
+The arithmetic of linear layers and experts is compared on a few rows of each kind of matrix and on two experts, by the
+JIT-compiled kernels and by torch's: a fraction of a second, once per machine. Unless torch's are far ahead, a short
+prompt is read in both ways, since a captured pass does what lies between the linear layers in less time. Together with
+the time of attention that shows how long a prompt may be for the kernels to pay. On a processor with AVX2 alone torch
+has no fast product of bfloat16 matrices, and a prompt takes a sixth of the time. Where what was read is to be reused,
+bits count more than the time of a first reading.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from copy import copy
@@ -36,7 +39,7 @@ from ..forward.structure.sublayers import input_device
 from ..native.ops.attention import attend_to_themselves
 from ..native.ops.linear import Linear, native_linear
 from ..support.bounds import Number
-from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy
+from ..support.measurements import cached_measurement, flag_if_noisy
 from ..support.versions import cache_argument
 from .measuring import describe_model
 
@@ -49,9 +52,13 @@ PART = 256
 """Tokens of a part of a prompt: enough for torch's fastest kernels, and few to read again after a reused prefix."""
 
 _PAYS = 1.05
-"""Highest cost of the JIT-compiled kernels, relative to torch's, at which they read prompts. A captured pass does what
-lies between the linear layers in less time, too: with equal costs a prompt of 64 to 512 tokens takes 0.67 to 0.8 of the
-time with SmolLM2-135M, and 0.8 to 1.0 with Qwen2.5-Coder-0.5B (bfloat16, AMD EPYC with AVX-512)."""
+"""Highest cost of the JIT-compiled kernels, relative to torch's, at which they read prompts where no whole prompt is
+timed: of models for which that takes long, and so what lies between the linear layers matters little."""
+
+_MAY_PAY = 1.6
+"""The same at which a whole prompt is timed. With SmolLM2-135M in float32 on an Intel Xeon linear layers cost 1.27, and
+60 tokens take 87 ms instead of 133, 256 tokens 286 instead of 318; in bfloat16 they cost 0.9 to 1.07, and 60 tokens
+take 35 ms instead of 84, 480 tokens 191 instead of 213."""
 
 _PAYS_REUSED = 4.0
 """The same where later calls reuse keys and values: reading the last fifth of a prompt at this cost is faster than
@@ -63,6 +70,12 @@ _ROWS = 128
 _WORK = 2**27
 """Number of multiplications of a matrix, or of a few of its rows, that is timed."""
 
+_PROBE = 64
+"""Number of tokens of the prompt that is read in both ways."""
+
+_LONG = 0.5
+"""Seconds from which torch's linear layers take too long over that prompt for it to be timed."""
+
 _ATTENDED = 512
 """Number of tokens whose attention to each other is timed."""
 
@@ -70,6 +83,8 @@ _EXPERTS = 2
 """Number of experts that are timed."""
 
 _REPEATS = 5
+_READINGS = 3
+"""Readings of that prompt in each way."""
 _LOOKS = 3
 """Number of measurements, in all of which the kernels must pay: other load slows torch's threads down more."""
 _TOKENS = 40
@@ -83,20 +98,59 @@ for one token is another."""
 _LOUDER = 2.0**20
 """Factor of states to be continued, which most of them forget within a few tokens."""
 _COST = Number(0, 1e6, "a ratio of times")
-_LENGTH = Number(0, 1e12, "a number of tokens")
+_ANY = 10**12
+"""Longest prompt where any length pays."""
+_LENGTH = Number(0, _ANY, "a number of tokens")
 
 
-def reads_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance | None, reuses: bool = False) -> bool:
-    """Tell whether prompts of a model are read by captured passes; those of recurrent states are not.
+def reads_prompts(
+    model: PreTrainedModel, batch_invariance: BatchInvariance | None, even_if_slower: bool = False
+) -> bool:
+    """Tell whether captured passes read prompts whose keys and values later calls reuse; never recurrent states.
 
     Args:
         model: the target model.
         batch_invariance: kernel and widths of its decoding passes.
-        reuses: whether later calls reuse keys and values, which must have the bits of decoding for that.
+        even_if_slower: whether they may take up to four times as long as torch.
     """
+    most = _PAYS_REUSED if even_if_slower else _PAYS
+    return _may_read(model, batch_invariance, most)
+
+
+def longest_by_kernels(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> int | None:
+    """Return the length of the longest prompt that captured passes read in less time than torch.
+
+    A prompt of `_PROBE` tokens is read in both ways. A longer one takes more time for each token in linear layers, and
+    for each pair of tokens in attention; what else lies between these is not counted beyond the short prompt.
+
+    Args:
+        model: the target model.
+        batch_invariance: kernel and widths of its decoding passes.
+
+    Returns:
+        Number of tokens, 0 where captured passes read no prompts; `None` for any.
+    """
+    if batch_invariance is None or not _may_read(model, batch_invariance, _MAY_PAY):
+        return 0
+    described = {
+        "what": "longest prompts",
+        **describe_model(model),
+        "widths": list(batch_invariance.widths),
+        "prompts": 3,
+    }
+    longest: float = cached_measurement(
+        model,
+        described,
+        lambda: _measure_longest(model, batch_invariance),
+        use=lambda found: _LENGTH.check("The length", found),
+    )
+    return None if longest >= _ANY else int(longest)
+
+
+def _may_read(model: PreTrainedModel, batch_invariance: BatchInvariance | None, most: float) -> bool:
+    """Tell whether captured passes can read prompts at a cost of at most `most`, with the bits of decoding."""
     if batch_invariance is None or batch_invariance.linear != NATIVE or has_states(model):
         return False
-    most = _PAYS_REUSED if reuses else _PAYS
     return prompt_cost(model) <= most and _have_the_bits_of_decoding(model, batch_invariance)
 
 
@@ -106,39 +160,69 @@ def prompt_cost(model: PreTrainedModel) -> float:
     Args:
         model: the target model.
     """
-    described = {"what": "prompts", **describe_model(model), "prompts": 6}
+    described = {"what": "prompts", **describe_model(model), "prompts": 7}
     cost: float = cached_measurement(
         model, described, lambda: _measure(model), use=lambda found: _COST.check("The cost of a prompt", found)
     )
     return cost
 
 
-def longest_by_kernels(model: PreTrainedModel) -> int | None:
-    """Return the length of the longest prompt that the kernels read in less time than torch; `None`: there is none.
+def _measure_longest(model: PreTrainedModel, batch_invariance: BatchInvariance) -> Any:
+    """Measure `longest_by_kernels`: a number, `_ANY` for any length, or a `NoisyMeasurement` of one."""
+    with torch.inference_mode():
+        ours, torchs, times = _times(model)
+        attention = _times_of_attention(model)
+        probe, whole = _PROBE, list[list[float]]()
+        if torchs * probe / _ROWS < _LONG:
+            probe, whole = _times_of_prompts(model, batch_invariance)
+            reading, torchs_reading = map(min, whole)
+        else:
+            reading, torchs_reading = ours * probe / _ROWS, _PAYS * torchs * probe / _ROWS
+    attending, torchs_attending = map(min, attention)
+    longest = _break_even(
+        probe,
+        torchs_reading - reading,
+        (ours - torchs) / _ROWS,
+        (attending - torchs_attending) / _ATTENDED**2,
+    )
+    return flag_if_noisy(min(longest, _ANY), [*times, *attention, *whole])
 
-    Linear layers take time with the length of a prompt, attention with its square.
+
+def _break_even(probe: int, gain: float, by_token: float, by_pair: float) -> float:
+    """Return the length from which on a prompt takes longer: 0 if one of `probe` tokens does, infinity for none.
+
+    With m tokens more, the loss is `by_token`·m + `by_pair`·((`probe` + m)² − `probe`²); the least m at which it is
+    `gain` solves `by_pair`·m² + (`by_token` + 2·`probe`·`by_pair`)·m = `gain`.
 
     Args:
-        model: the target model, whose prompts the kernels read (`reads_prompts`).
+        probe: number of tokens for which the gain is known.
+        gain: seconds that it gains, negative if it loses.
+        by_token: seconds lost for each further token.
+        by_pair: seconds lost for each further pair of tokens, one of which sees the other.
     """
-    described = {"what": "longest prompts", **describe_model(model), "prompts": 2}
-    longest: float = cached_measurement(
-        model, described, lambda: _measure_longest(model), use=lambda found: _LENGTH.check("The length", found)
-    )
-    return int(longest) or None
+    if gain <= 0:
+        return 0.0
+    slope = by_token + 2 * probe * by_pair
+    square = slope**2 + 4 * by_pair * gain
+    divisor = slope + math.sqrt(square) if square >= 0 else 0.0
+    return probe + 2 * gain / divisor if divisor > 0 else math.inf
 
 
-def _measure_longest(model: PreTrainedModel) -> Any:
-    """Measure `longest_by_kernels`: a number, 0 for `None`, or a `NoisyMeasurement` of one."""
-    with torch.inference_mode():
-        *linear, times = _times(model)
-        attention = _times_of_attention(model)
-    (ours, torchs), (attending, torchs_attending) = linear, map(min, attention)
-    gain = (_PAYS * torchs - ours) / _ROWS  # for each token, and the loss for each pair
-    loss = (attending - _PAYS * torchs_attending) / _ATTENDED**2
-    if gain <= 0:  # `prompt_cost` found that the kernels pay, so other load disturbs this measurement
-        return NoisyMeasurement(1.0)
-    return flag_if_noisy(max(1.0, gain / loss) if loss > 0 else 0.0, [*times, *attention])
+def _times_of_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance) -> tuple[int, list[list[float]]]:
+    """Return a short prompt's length, and the seconds in which captured passes and torch read it, several times."""
+    passes = prompt_passes(model, batch_invariance)
+    count = cut_to_table(model, _PROBE, 1)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    ids = torch.randint(0, vocabulary, (1, count), generator=_generator(), device="cpu")
+    positions = torch.arange(count, device="cpu")[None]
+
+    def read() -> None:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        add_buffers(cache)
+        assert passes is not None
+        passes.read(cache, ids, positions)
+
+    return count, [_seconds(run, _READINGS) for run in (read, partial(_read_at_once, model, ids, positions))]
 
 
 def _times_of_attention(model: PreTrainedModel) -> list[list[float]]:
@@ -173,7 +257,7 @@ def _measure(model: PreTrainedModel) -> Any:
             return 1.0
         if ours / torchs > cost:
             cost, times = ours / torchs, found
-        if cost > _PAYS:
+        if cost > _MAY_PAY:
             break
     return flag_if_noisy(cost, times)
 
@@ -221,10 +305,10 @@ def _times(model: PreTrainedModel) -> tuple[float, float, list[list[float]]]:
     return totals[0], totals[1], times
 
 
-def _seconds(run: Callable[[], Any]) -> list[float]:
-    """Return the seconds that a function takes, `_REPEATS` times after a first one."""
+def _seconds(run: Callable[[], Any], repeats: int = _REPEATS) -> list[float]:
+    """Return the seconds that a function takes, several times after a first one."""
     found = []
-    for _ in range(_REPEATS + 1):
+    for _ in range(repeats + 1):
         began = time.perf_counter()
         run()
         found.append(time.perf_counter() - began)
@@ -382,7 +466,8 @@ def _read_at_once(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
     """Return the logits of a text's last token `(1, 1, V)` by a single pass of the model's own code."""
     with prompt_mode(model, ids.shape[1]):
         name, cache = cache_argument(model), new_cache(model)
-        answer = model(input_ids=ids, position_ids=positions, use_cache=True, **{name: cache})
+        fewer: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        answer = model(input_ids=ids, position_ids=positions, use_cache=True, **{name: cache}, **fewer)
     found: torch.Tensor = answer.logits[:, -1:]
     return found
 
