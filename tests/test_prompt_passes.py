@@ -218,7 +218,7 @@ def test_they_are_used_where_they_are_faster(
         timed.append(1)
         return 64, [[whole], [1.0]]
 
-    monkeypatch.setattr(prompt_kernels, "_times", lambda model: (linear, 1.0, [[1.0, 1.0]]))
+    monkeypatch.setattr(prompt_kernels, "_times", lambda model: (linear / 2, 0.5, [[1.0, 1.0]]))
     monkeypatch.setattr(prompt_kernels, "_times_of_attention", lambda model: [[1.0], [1.0]])
     monkeypatch.setattr(prompt_kernels, "_times_of_prompts", times_of_prompts)
     model = model_of("llama", torch.bfloat16)
@@ -298,6 +298,8 @@ def test_kernels_have_to_be_faster_each_time(
 
 
 def test_the_longest_prompt_follows_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_kernels, "_LONG", 1.0)
+
     def longest(linear: float, attending: float, whole: float, seconds: float = 1.0) -> float:
         times = (linear * seconds, seconds, [[1.0, 1.0]])
         monkeypatch.setattr(prompt_kernels, "_times", lambda model: times)
