@@ -36,7 +36,7 @@ from tiny_models import VOCAB, WINDOW, even_model, left_padded, prompt
 
 pytestmark = [
     pytest.mark.measures,
-    pytest.mark.skipif(why_not() is not None, reason="no code can be made here"),
+    pytest.mark.skipif(why_not() is not None, reason="no kernels can be compiled here"),
 ]
 
 NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from lab import batches, constrained, kernels, overhead, side_by_side
+from lab import batches, constrained, kernels, overhead, release, side_by_side
 from lab.batches import measure_batches
 from lab.kernels import measure_kernels
 from lab.memory import measure_memory
@@ -74,6 +76,51 @@ def test_batches_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         with pytest.raises(SystemExit, match="2"):
             batches.main(wrong)
         assert said in capsys.readouterr().err
+
+
+def test_a_release_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    model = tiny_model()
+    texts = [Prompt(text, "some", text) for text in ("a prompt", "another one", "a third one", "and a fourth")]
+    monkeypatch.setattr(batches, "load_prompts", lambda: texts)
+    monkeypatch.setattr(release, "load_model", lambda name, dtype: (model, tokenizer))
+    lengths = [Prompt("few", "short", "a few words"), Prompt("more", "long", "more words " * 5)]
+    monkeypatch.setattr(release, "prompts_by_length", lambda count: lengths * count)
+    words = ["--new-tokens", "9", "--prompts", "1", "--repeats", "1", "--rows", str(tmp_path), "--json"]
+    release.main(words)
+    found = json.loads(capsys.readouterr().out)["found"]
+    methods = {"plain", "auto", "auto-free", "plain-loop", "prompt-lookup-3"}
+    for length in ("short", "long"):
+        assert found[length].keys() == methods
+        for name, figures in found[length].items():
+            assert figures["texts"] == figures["same_texts"] == figures["undrafted_texts"] == 1, name
+            assert figures["step"] > 0 and 0 < figures["first"] < 60 and figures["speed"] > 0
+        assert found[length]["plain"]["speed"] == 1
+    assert found["batch"].keys() == {"plain", "nothing", "auto"}
+    # The same command continues: nothing is left to be called.
+    monkeypatch.setattr(model, "generate", None)
+    monkeypatch.setattr(release, "batches_by_rows", None)
+    release.main([word for word in words if word != "--json"])
+    head, *lines = capsys.readouterr().out.splitlines()[2:]
+    assert head == "| | about 50 tokens | about 500 tokens | 4 texts at once |"
+    assert {line.split(" | ")[0].strip("| ") for line in lines[1:]} == methods
+    with pytest.raises(SystemExit, match="2"):
+        release.main(["--new-tokens", "9"])
+    assert "--rows is needed" in capsys.readouterr().err
+
+
+def test_prompts_of_a_release_have_two_lengths() -> None:
+    prompts = release.prompts_by_length(4)
+    assert [prompt.category for prompt in prompts] == ["short", "long"] * 4
+    assert len({prompt.text for prompt in prompts}) == len({prompt.id for prompt in prompts}) == 8
+    words = [len(prompt.text.split()) for prompt in prompts]
+    assert max(words[::2]) < 50 and min(words[1::2]) > 300 and max(words[1::2]) < 420
+    for count in (0, 5):
+        with pytest.raises(ValueError, match=rf"from 1 to 4, but got {count}"):
+            release.prompts_by_length(count)
 
 
 def test_constrained_calls_have_a_processor_each(

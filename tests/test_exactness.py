@@ -325,7 +325,7 @@ def test_by_default_where_it_is_nearly_free(
     assert batch_invariance_of(model, "numeric") == (None, 'exactness="numeric" was requested')
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no code is made here")
+@pytest.mark.skipif(why_not() is not None, reason="no kernels are compiled here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_free_is_not_measured(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(exactness, "_cost", lambda model: pytest.fail("measured"))

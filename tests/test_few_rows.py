@@ -18,7 +18,7 @@ from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.model_state import state_of
 from tiny_models import left_padded, prompt, tiny_model
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+pytestmark = pytest.mark.skipif(why_not() is not None, reason="no kernels can be compiled here")
 
 NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
 THREE = DraftingConfig(policy="fixed", max_draft_length=3)

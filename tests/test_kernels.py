@@ -192,7 +192,7 @@ def test_a_large_head_is_measured_by_a_part_of_it(clock: dict[str, float], monke
     assert seen == [(100, 256)]
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.skipif(why_not() is not None, reason="no kernels can be compiled here")
 def test_jit_compiled_code_is_the_usual_kernel_and_is_measured_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(512, 256)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -129,7 +129,7 @@ def test_the_kernels_compute_what_the_copy_says(
     if not native:
         monkeypatch.setattr(layer_copy, "why_not", lambda: "of the test")
     elif why_not() is not None:
-        pytest.skip("no code can be made here")
+        pytest.skip("no kernels can be compiled here")
     columns = 192 if native else 96
     weight, bias = torch.randn(48, columns).to(dtype), torch.randn(48).to(dtype)
     copy = LowBitCopy([(weight, bias)], name, 32)

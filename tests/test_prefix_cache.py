@@ -175,7 +175,7 @@ def test_a_conversation_in_float32(drafts: Any, sampled: bool, family: str) -> N
     assert counts[0] == 0 and counts[1:] == [60 + 12 - 1 + 17 * turn for turn in range(4)]
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.skipif(why_not() is not None, reason="no kernels can be compiled here")
 @pytest.mark.parametrize("drafts", [NOTHING, OWN, LOOKUP], ids=["nothing", "own", "lookup"])
 @pytest.mark.measures
 def test_a_conversation_in_half_precision_has_the_same_bits(drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +505,7 @@ def prompts_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_kernels, "_PAYS", float("inf"))
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.skipif(why_not() is not None, reason="no kernels can be compiled here")
 @pytest.mark.parametrize("drafts", [NOTHING, OWN, LOOKUP], ids=["nothing", "own", "lookup"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.measures
@@ -567,7 +567,7 @@ def test_rows_are_not_read_in_parts_where_a_window_is_shorter(read_by_torch: Non
         assert reused(model) == 0
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.skipif(why_not() is not None, reason="no kernels can be compiled here")
 @pytest.mark.measures
 def test_equal_rows_are_read_once_with_prefixes(prompts_by_kernels: None) -> None:
     one, other = model_of(torch.bfloat16), model_of(torch.bfloat16, False)

@@ -30,7 +30,7 @@ from tiny_models import WINDOW, even_model, left_padded, prompt, tiny_model
 
 pytestmark = [
     pytest.mark.measures,
-    pytest.mark.skipif(why_not() is not None, reason="no code can be made here"),
+    pytest.mark.skipif(why_not() is not None, reason="no kernels can be compiled here"),
 ]
 
 INVARIANT = BatchInvariance(NATIVE, WIDTHS)

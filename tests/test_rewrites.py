@@ -134,7 +134,7 @@ def test_rewrites_keep_the_logits_and_shorten_the_pass(models: dict[str, Any], f
     assert source.count(" = ") >= calls[3] and sum(line.startswith("    ") for line in source.splitlines()) >= calls[3]
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.skipif(why_not() is not None, reason="no kernels can be compiled here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_code_made_here_takes_the_place_of_norms_gates_and_rotations(family: str, dtype: torch.dtype) -> None:
