@@ -53,7 +53,8 @@ PART = 256
 
 _PAYS = 1.05
 """Highest cost of the JIT-compiled kernels, relative to torch's, at which they read prompts where no whole prompt is
-timed: of models for which that takes long, and so what lies between the linear layers matters little."""
+timed: where later calls reuse keys and values, and of models for which it takes long, so that what lies between the
+linear layers matters little."""
 
 _MAY_PAY = 1.6
 """The same at which a whole prompt is timed. With SmolLM2-135M in float32 on an Intel Xeon linear layers cost 1.27, and
@@ -113,8 +114,7 @@ def reads_prompts(
         batch_invariance: kernel and widths of its decoding passes.
         even_if_slower: whether they may take up to four times as long as torch.
     """
-    most = _PAYS_REUSED if even_if_slower else _PAYS
-    return _may_read(model, batch_invariance, most)
+    return _may_read(model, batch_invariance, _PAYS_REUSED if even_if_slower else _PAYS)
 
 
 def longest_by_kernels(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> int | None:
@@ -217,10 +217,8 @@ def _times_of_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance)
     positions = torch.arange(count, device="cpu")[None]
 
     def read() -> None:
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        add_buffers(cache)
         assert passes is not None
-        passes.read(cache, ids, positions)
+        passes.read(_buffered_cache(model), ids, positions)
 
     return count, [_seconds(run, _READINGS) for run in (read, partial(_read_at_once, model, ids, positions))]
 
@@ -350,8 +348,7 @@ def _keeps_bits(model: PreTrainedModel, batch_invariance: BatchInvariance) -> bo
     positions = torch.arange(count, device="cpu")[None]
 
     def read(*ends: int) -> tuple[torch.Tensor, list[Any]] | None:
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        add_buffers(cache)
+        cache = _buffered_cache(model)
         at, logits = 0, None
         for end in (*ends, count):
             assert passes is not None
@@ -470,6 +467,13 @@ def _read_at_once(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
         answer = model(input_ids=ids, position_ids=positions, use_cache=True, **{name: cache}, **fewer)
     found: torch.Tensor = answer.logits[:, -1:]
     return found
+
+
+def _buffered_cache(model: PreTrainedModel) -> Cache:
+    """Return an empty cache for captured passes."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    add_buffers(cache)
+    return cache
 
 
 def _generator() -> torch.Generator:
