@@ -63,11 +63,12 @@ def plan_passes(
         replays = rows > 1 and not (own_kernels or returns_states) and target_graphs(model, rows) is not None
         return PassPlan(False, replays, own_kernels=own_kernels, reason=refusal, rows=rows if replays else 1)
     part: int | None = None
+    longest: int | None = None
     if not reuses:
         longest = longest_by_kernels(model, batch_invariance)
         prompts = longest != 0
     else:
-        longest, prompts = None, reads_prompts(model, batch_invariance)
+        prompts = reads_prompts(model, batch_invariance)
         # A single text in float32 is plain's on all that was tried, with reused keys and values of torch's as well.
         # Recurrent states are stored between parts.
         if not prompts and (rows > 1 or model.dtype != torch.float32 or has_states(model)):
@@ -75,7 +76,7 @@ def plan_passes(
             is_whole = rows == 1 or not any(windows_of(model))
             part = part_of_prompts(model) if is_whole and not own_kernels else None
             prompts = part is None and reads_prompts(model, batch_invariance, even_if_slower=True)
-    return PassPlan(True, rows == 1, batch_invariance, prompts, longest, part, own_kernels, reason)
+    return PassPlan(True, rows == 1, batch_invariance, prompts, longest or None, part, own_kernels, reason)
 
 
 def _why_by_own_code(model: PreTrainedModel, rows: int, exactness: str | None, returns_states: bool) -> str | None:
