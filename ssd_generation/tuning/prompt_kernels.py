@@ -58,8 +58,8 @@ linear layers matters little."""
 
 _MAY_PAY = 1.6
 """The same at which a whole prompt is timed. With SmolLM2-135M in float32 on an Intel Xeon linear layers cost 1.27, and
-60 tokens take 87 ms instead of 133, 256 tokens 286 instead of 318; in bfloat16 they cost 0.9 to 1.07, and 60 tokens
-take 35 ms instead of 84, 480 tokens 191 instead of 213."""
+64 tokens take 0.09 s instead of 0.14, 256 tokens 0.32 instead of 0.35; in bfloat16 they cost 0.9 to 1.07, and 64 tokens
+take 0.04 s instead of 0.09, 500 tokens 0.21 instead of 0.28 (`tests.lab.prompts`)."""
 
 _PAYS_REUSED = 4.0
 """The same where later calls reuse keys and values: reading the last fifth of a prompt at this cost is faster than
