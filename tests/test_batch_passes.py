@@ -58,14 +58,12 @@ LENGTHS = [21, 9, 16]
 def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Set whether the decoding kernels read prompts, so that no test depends on what is faster on this machine."""
     reads: bool = request.param
-    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: reads)
-    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model, invariance: None)
+    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model, invariance: None if reads else 0)
     return reads
 
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: True)
     monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model, invariance: None)
 
 
@@ -421,7 +419,7 @@ def test_one_row_has_a_place_whatever_else() -> None:
 def test_drafts_of_many_texts_in_half_precision(
     family: str, monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance, reuses=False: False)
+    monkeypatch.setattr(plan_passes, "longest_by_kernels", lambda model, invariance: 0)
     model, batch = model_of(family, torch.bfloat16), left_padded([21, 9, 16, 4, 20])
     together = decoded(model, batch, request=NOTHING)
     assert model.last_speculation.exactness == "bitwise" and (5, 1) in passes

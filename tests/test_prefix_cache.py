@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from prompt_reading import read_by_kernels, read_by_own_code
 from ssd_generation import (
     DraftingConfig,
     SelfSpeculativeConfig,
@@ -179,7 +180,7 @@ def test_a_conversation_in_float32(drafts: Any, sampled: bool, family: str) -> N
 @pytest.mark.parametrize("drafts", [NOTHING, OWN, LOOKUP], ids=["nothing", "own", "lookup"])
 @pytest.mark.measures
 def test_a_conversation_in_half_precision_has_the_same_bits(drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_kernels, "_PAYS", float("inf"))
+    read_by_kernels(monkeypatch)
     options = {"output_logits": True, "return_dict_in_generate": True}
     one, other = model_of(torch.bfloat16), model_of(torch.bfloat16, False)
     ids = prompt(60)
@@ -195,8 +196,7 @@ def test_a_conversation_in_half_precision_has_the_same_bits(drafts: Any, monkeyp
 @pytest.fixture
 def read_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have prompts read by the model's own code, as where torch's kernels are far ahead, in parts of 32 tokens."""
-    for most in ("_PAYS", "_PAYS_REUSED"):
-        monkeypatch.setattr(prompt_kernels, most, 0.0)
+    read_by_own_code(monkeypatch)
     monkeypatch.setattr(prompt_kernels, "PART", 32)
 
 
@@ -266,8 +266,7 @@ def test_where_parts_do_not_keep_bits_nothing_is_reused(read_by_torch: None) -> 
 
 @pytest.mark.measures
 def test_in_half_precision_nothing_is_reused_that_rounding_could_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    for most in ("_PAYS", "_PAYS_REUSED"):
-        monkeypatch.setattr(prompt_kernels, most, 0.0)
+    read_by_own_code(monkeypatch)
     monkeypatch.setattr(prompt_kernels, "_parts_keep_bits", lambda model: False)
     model = model_of(torch.bfloat16)
     texts, counts = conversation(model, NOTHING)
@@ -502,7 +501,7 @@ def questions(*seeds: int) -> list[torch.Tensor]:
 
 @pytest.fixture
 def prompts_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_kernels, "_PAYS", float("inf"))
+    read_by_kernels(monkeypatch)
 
 
 @pytest.mark.skipif(why_not() is not None, reason="no kernels can be compiled here")

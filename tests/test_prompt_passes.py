@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from prompt_reading import read_by_kernels
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cache.buffered_layers import add_buffers
 from ssd_generation.forward.captured import prompt_passes as prompt_passes_module
@@ -47,9 +48,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_kernels, "_PAYS", float("inf"))
-    monkeypatch.setattr(prompt_kernels, "_MAY_PAY", float("inf"))
-    monkeypatch.setattr(prompt_kernels, "_measure_longest", lambda model, invariance: prompt_kernels._ANY)
+    read_by_kernels(monkeypatch)
 
 
 def model_of(family: str, dtype: torch.dtype, **changes: Any) -> Any:

@@ -56,13 +56,16 @@ def measure_rows(ways: dict[str, Decode], repeats: int) -> dict[str, Any]:
     return {name: spread(rates) for name, rates in found.items()}
 
 
-def batches_by_rows(model: Any, tokenizer: Any, arguments: Namespace) -> dict[int, dict[str, Any]]:
-    """Time batches of each size in `arguments.rows`, here and in other runtimes.
+def batches_by_rows(
+    model: Any, tokenizer: Any, counts: Sequence[int], arguments: Namespace
+) -> dict[int, dict[str, Any]]:
+    """Time batches of each size, here and in other runtimes.
 
     Args:
         model: a transformers model; it is enabled.
         tokenizer: its tokenizer.
-        arguments: `rows`, `new_tokens`, `repeats`, `dtype`, and the options of `add_runtimes`.
+        counts: numbers of prompts in a batch.
+        arguments: `new_tokens`, `repeats`, `dtype`, and the options of `add_runtimes`.
 
     Returns:
         As in `measure_rows`, by the number of rows.
@@ -70,7 +73,7 @@ def batches_by_rows(model: Any, tokenizer: Any, arguments: Namespace) -> dict[in
     enable_self_speculative(model)
     options = greedy_options(arguments.new_tokens)
     found: dict[int, dict[str, Any]] = {}
-    for count in arguments.rows:
+    for count in counts:
         batch = batch_of_prompts(tokenizer, count)
         ways: dict[str, Decode] = {
             name: partial(_by_transformers, model, batch, options, METHODS[name])
@@ -109,7 +112,7 @@ def main(words: Sequence[str] | None = None) -> None:
     program.add_json()
     arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
-    found = batches_by_rows(model, tokenizer, arguments)
+    found = batches_by_rows(model, tokenizer, arguments.rows, arguments)
     if arguments.json:
         print(json.dumps({"conditions": conditions(arguments), "found": found}))
         return

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from ssd_generation.benchmark.run_benchmark import BenchmarkSettings, benchmark_arguments, run_benchmark
+from ssd_generation.cli.peers import described_models
 from ssd_generation.evaluation.articles import built_in_articles
 from ssd_generation.harness.methods import PLAIN, UNDRAFTED
 from ssd_generation.harness.peer_methods import PeerModel
 from ssd_generation.harness.peers import PEERS, gguf_models, openvino_models
 from ssd_generation.harness.results import RunFolder
-from ssd_generation.harness.results.figures import round_of, step_seconds, with_plain
+from ssd_generation.harness.results.figures import ratio, round_of, step_seconds, with_plain
 from ssd_generation.harness.texts import Prompt, load_prompts
 from ssd_generation.models import load_model
 
@@ -73,7 +74,7 @@ def _single_texts(
     """Return the rows of a benchmark of single texts, which `arguments.rows` keeps."""
     prompts = prompts_by_length(arguments.prompts)
     settings = BenchmarkSettings(methods=(*_METHODS, *peers), new_tokens=arguments.new_tokens, warm_up=1, memory=False)
-    about = {"model": arguments.model, "dtype": arguments.dtype, "peers": sorted(peers)}
+    about = {"model": arguments.model, "dtype": arguments.dtype, **described_models(peers)}
     with RunFolder(arguments.rows / "texts", benchmark_arguments(settings, prompts, None, **about), "--rows") as folder:
         run_benchmark(model, tokenizer, prompts, folder, settings, peers=peers)
         return list(folder.rows)
@@ -89,7 +90,7 @@ def _figures(rows: Sequence[Mapping[str, Any]], category: str) -> dict[str, dict
     for method, own in {PLAIN: [(plain, plain) for _, plain in first], **pairs_of}.items():
         steps = [step for row, _ in own if (step := step_seconds(row)) is not None]
         found[method] = {
-            "speed": statistics.median(plain["seconds"] / row["seconds"] for row, plain in own),
+            "speed": statistics.median(ratio(row, plain) for row, plain in own),
             "first": statistics.median(row["prompt_seconds"] for row, _ in own),
             "step": statistics.median(steps),
             "same_texts": sum(row["token_ids"] == plain["token_ids"] for row, plain in own),
@@ -101,11 +102,10 @@ def _figures(rows: Sequence[Mapping[str, Any]], category: str) -> dict[str, dict
 
 def _batches(model: Any, tokenizer: Any, arguments: Namespace) -> dict[str, Any]:
     """Return the tokens per second of four texts at once, which `arguments.rows` keeps."""
-    asked = Namespace(**{**vars(arguments), "rows": [_BATCH]})
     about = {name: getattr(arguments, name) for name in ("model", "dtype", "gguf", "openvino", "new_tokens", "repeats")}
     with stored_rows(arguments.rows / "batches", about) as (rows, store):
         if not rows:
-            rows = [batches_by_rows(model, tokenizer, asked)[_BATCH]]
+            rows = [batches_by_rows(model, tokenizer, [_BATCH], arguments)[_BATCH]]
             store(rows[0])
         return rows[0]
 
@@ -118,7 +118,7 @@ def _table(found: Mapping[str, Any], peers: Mapping[str, PeerModel]) -> list[str
     """
     in_batches = {UNDRAFTED: "nothing"}
     in_batches |= {name: f"{PEERS[peer.peer].name}, {Path(peer.path).name}" for name, peer in peers.items()}
-    lines = []
+    plain, lines = found["batch"][PLAIN]["median"], []
     for method in found[_SHORT]:
         cells = [
             f"{figures['speed']:.2f}; {1e3 * figures['first']:.0f} ms, {1e3 * figures['step']:.1f} ms; "
@@ -126,7 +126,6 @@ def _table(found: Mapping[str, Any], peers: Mapping[str, PeerModel]) -> list[str
             for figures in (found[_SHORT][method], found[_LONG][method])
         ]
         batch = found["batch"].get(in_batches.get(method, method))
-        plain = found["batch"][PLAIN]["median"]
         cells.append("–" if batch is None else f"{batch['median'] / plain:.2f}; {batch['median']:.0f} tokens/s")
         lines.append([method, *cells])
     return as_markdown(["", "about 50 tokens", "about 500 tokens", "4 texts at once"], lines)
