@@ -30,7 +30,6 @@ from ..cache.prefix_cache import Recurrent, Start, States, whole_text
 from ..cache.recurrent import copied_states, has_states
 from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
 from ..forward.captured.prompt_passes import prompt_passes
-from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.eager.prompt_parts import read_in_parts
 from ..forward.eager.row_by_row import has_scans_of_its_own
 from ..forward.structure.expert_layers import experts_of, native_experts, run_experts, runs_through_interface
@@ -40,7 +39,6 @@ from ..native.ops.attention import attend_to_themselves
 from ..native.ops.linear import Linear, native_linear
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
-from ..support.versions import cache_argument
 from .measuring import describe_model
 
 if TYPE_CHECKING:
@@ -461,11 +459,7 @@ def _parts_keep_bits(model: PreTrainedModel) -> bool:
 
 def _read_at_once(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the logits of a text's last token `(1, 1, V)` by a single pass of the model's own code."""
-    with prompt_mode(model, ids.shape[1]):
-        name, cache = cache_argument(model), new_cache(model)
-        fewer: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        answer = model(input_ids=ids, position_ids=positions, use_cache=True, **{name: cache}, **fewer)
-    found: torch.Tensor = answer.logits[:, -1:]
+    found: torch.Tensor = read_in_parts(model, new_cache(model), ids, positions, ids.shape[1]).logits
     return found
 
 
